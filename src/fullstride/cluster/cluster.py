@@ -1,0 +1,163 @@
+"""What a machine or a cluster is: devices, hosts, links, and what was measured on them.
+
+Every number is a `Figure`: the value with the word that says where it came from. What is not known is None, never a guess.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from fullstride.files import FileValue, Value, digest
+
+Source: TypeAlias = Literal["measured", "datasheet", "assumed"]
+DType: TypeAlias = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+CollectiveName: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
+
+
+class Figure(Value, frozen=True, kw_only=True):
+    """One number and where it came from."""
+
+    value: float
+    source: Source
+    note: str = ""
+    """Which sheet, which measurement."""
+
+
+class MatmulPoint(Value, frozen=True, kw_only=True):
+    """Measured time of one matrix product [m, k] x [k, n]."""
+
+    dtype: DType
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP per second."""
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+class AttentionPoint(Value, frozen=True, kw_only=True):
+    """Measured time of causal attention as torch's `scaled_dot_product_attention` runs it."""
+
+    dtype: DType
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sequence_length: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+class CollectivePoint(Value, frozen=True, kw_only=True):
+    """Measured time of one collective over `ranks` local ranks.
+
+    `bytes` is the size of the full buffer: the tensor reduced, the gathered result, the input that is scattered, the
+    message that is sent.
+    """
+
+    op: CollectiveName
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+class Device(Value, frozen=True, kw_only=True):
+    """One accelerator, or one CPU rank's share of a host."""
+
+    kind: str
+    """Key of the catalogue, such as `h200-sxm`; `cpu`; or `unknown`."""
+    name: str
+    """What the driver calls it."""
+    memory_bytes: Figure
+    """Memory that a process can use, device context included."""
+    peak_flops: dict[DType, Figure] = {}
+    """Dense peak by dtype, FLOP/s."""
+    memory_bandwidth: Figure | None = None
+    """Bytes per second, read plus write, of a device copy."""
+    compute_capability: str = ""
+    launch_seconds: Figure | None = None
+    """Host time to launch one kernel (eager torch operator)."""
+
+
+class Host(Value, frozen=True, kw_only=True):
+    """The machine that devices sit in."""
+
+    cpu_name: str
+    num_cores: int
+    """Cores this process may use."""
+    memory_bytes: int
+    numa_nodes: int = 1
+    has_compiler: bool | None = None
+    """A C++ compiler is there, which `torch.compile` needs on CPU."""
+    disk_write: Figure | None = None
+    """Bytes per second with direct I/O."""
+    disk_read: Figure | None = None
+    host_to_device: Figure | None = None
+    """Bytes per second from pinned memory, one device."""
+    device_to_host: Figure | None = None
+    memory_bandwidth: Figure | None = None
+    """Bytes per second of a host copy, read plus write, all cores."""
+
+
+class Link(Value, frozen=True, kw_only=True):
+    """How ranks are joined: bandwidth one way per rank, and the latency of one message."""
+
+    name: str
+    """`nvlink4`, `pcie5`, `infiniband`, `loopback`."""
+    bandwidth: Figure
+    """Bytes per second, one way, for each rank."""
+    latency: Figure
+    """Seconds."""
+
+
+class NodeGroup(Value, frozen=True, kw_only=True):
+    """Some equal nodes."""
+
+    count: int
+    num_devices: int
+    """Devices in each node."""
+    device: Device
+    host: Host
+    link: Link
+    """Between devices of a node."""
+    network: Link | None = None
+    """Between nodes, per device; None for a single machine."""
+    topology: tuple[tuple[str, ...], ...] = ()
+    """Matrix of connections between the node's devices in `nvidia-smi topo -m`'s words (`NV18`, `PIX`, `SYS`)."""
+
+
+class Cluster(FileValue, frozen=True, kw_only=True, tag="cluster"):
+    """The hardware a Plan is made for."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    matmuls: tuple[MatmulPoint, ...] = ()
+    attentions: tuple[AttentionPoint, ...] = ()
+    collectives: tuple[CollectivePoint, ...] = ()
+    versions: dict[str, str] = {}
+    """Driver, CUDA, NCCL, torch where they were seen."""
+    assumed: bool = False
+    """True for a default cluster that nobody probed."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return sum(group.count * group.num_devices for group in self.groups)
+
+    @property
+    def device(self) -> Device:
+        """The device of the first group; what a homogeneous cluster is made of."""
+        return self.groups[0].device
+
+    @property
+    def host(self) -> Host:
+        """The host of the first group."""
+        return self.groups[0].host
+
+    @property
+    def digest(self) -> str:
+        """Name of this content."""
+        return digest(self)

@@ -1,0 +1,1 @@
+"""Carries out a Plan with torch. The only room that imports it."""

@@ -1,0 +1,5 @@
+"""Starting workers: `Job`."""
+
+from fullstride.launch.job import Job
+
+__all__ = ["Job"]

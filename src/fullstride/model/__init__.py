@@ -1,0 +1,5 @@
+"""The network: `ModelSpec`, from a configuration file or a preset."""
+
+from fullstride.model.spec import ModelSpec
+
+__all__ = ["ModelSpec"]

@@ -1,0 +1,1 @@
+"""Seconds: one pure function a term."""

@@ -1,0 +1,101 @@
+"""What a Plan is predicted to cost: bytes as ledger rows, seconds as time terms. Totals are sums of what is listed."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from fullstride.files import FileValue, Value
+
+Confidence: TypeAlias = Literal["exact", "modelled", "assumed"]
+RowKind: TypeAlias = Literal[
+    "weights",
+    "master",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recompute",
+    "logits",
+    "gathered",
+    "buckets",
+    "communication",
+    "temporary",
+    "context",
+    "fragmentation",
+]
+TermKind: TypeAlias = Literal[
+    "compute", "attention", "memory_bound", "recompute", "loss", "comm", "optimizer", "host", "data", "bubble"
+]
+MomentName: TypeAlias = Literal["load", "first_step", "forward_end", "backward", "optimizer", "checkpoint"]
+
+
+class Row(Value, frozen=True, kw_only=True):
+    """One kind of bytes on the fullest rank of a stage."""
+
+    name: str
+    kind: RowKind
+    bytes: int
+    source: str
+    """The formula, or the paper or code it is from."""
+    confidence: Confidence
+    moments: tuple[MomentName, ...]
+    """When these bytes are there."""
+    stage: int = 0
+
+
+class Term(Value, frozen=True, kw_only=True):
+    """One kind of seconds in a step."""
+
+    name: str
+    kind: TermKind
+    seconds: float
+    """Time of the work itself."""
+    exposed_seconds: float
+    """What it adds to the step: less than `seconds` when it runs beside something else."""
+    source: str
+    confidence: Confidence
+
+
+class Moment(Value, frozen=True, kw_only=True):
+    """The sum of the rows that are there at one moment."""
+
+    name: MomentName
+    bytes: int
+
+
+class Estimate(FileValue, frozen=True, kw_only=True, tag="estimate"):
+    """The prediction for one Plan on one Cluster."""
+
+    plan_hash: str
+    rows: tuple[Row, ...]
+    terms: tuple[Term, ...]
+    moments: tuple[Moment, ...]
+    peak_allocated_bytes: int
+    """Largest moment, without context and fragmentation: what torch's allocator reports."""
+    peak_device_bytes: int
+    """With context, communication buffers and fragmentation: what the device must have."""
+    capacity_bytes: int
+    """What the device has."""
+    step_seconds: float
+    tokens_per_second: float
+    """Over all ranks."""
+    mfu_full: float | None = None
+    """Attention counted whole; None when the device's peak is unknown."""
+    mfu_causal: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory."""
+        return self.peak_device_bytes <= self.capacity_bytes
+
+
+class Candidate(Value, frozen=True, kw_only=True):
+    """A plan that the search considered, in short, and why it was not chosen."""
+
+    summary: str
+    """`zero 3, micro-batch 2 x 1, recompute none, compile`."""
+    plan_hash: str
+    step_seconds: float
+    peak_device_bytes: int
+    lost_by: str = ""
+    """The one term that lost it, in words with numbers; empty for the winner."""

@@ -1,0 +1,1 @@
+"""Bytes: one pure function a row."""

@@ -1,0 +1,251 @@
+"""The Plan: everything that decides how a model is trained, in one frozen value and one file that a person can edit.
+
+Four parts say what the work is (`model`, `workload`, `recipe`, `made_for`); the others say how it is done, and are what
+planning and tuning may change. `work_hash` covers what, `plan_hash` covers how. Two measurements compare only if their
+`work_hash` is equal.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from fullstride.files import FileValue, Value, digest
+
+DType: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
+Carrier: TypeAlias = Literal["none", "ddp", "fsdp2"]
+RecomputeChoice: TypeAlias = Literal["keep", "recompute"]
+Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
+
+
+class ModelRef(Value, frozen=True, kw_only=True):
+    """Which model."""
+
+    source: str
+    """A preset, a `config.json`, a model directory (its weights are loaded), or `file.py:function` / `module:function`."""
+    digest: str = ""
+    """Digest of the ModelSpec the plan was made for; checked before a run, empty to skip."""
+
+
+class Workload(Value, frozen=True, kw_only=True):
+    """What is learned from, and how much of it in one step."""
+
+    sequence_length: int
+    """Tokens of one sample."""
+    samples_per_step: int
+    """Samples of the whole world in one optimizer step."""
+    data: str = "stdlib"
+    """A file or folder of text, JSONL or Parquet; `stdlib`: the Python standard library's sources on this machine."""
+    tokenizer: str = "bytes"
+    """`bytes`, a `tokenizer.json`, or a directory that holds one."""
+    eval_data: str = ""
+    """Held-out data in the same formats; empty for none."""
+    documents: Literal["across", "separate"] = "across"
+    """Whether packed documents attend across their borders."""
+
+
+class Recipe(Value, frozen=True, kw_only=True):
+    """The learning itself; tune never touches it."""
+
+    steps: int = 100
+    seed: int = 0
+    learning_rate: float = 3e-4
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 10
+    min_lr_ratio: float = 0.1
+    """The schedule ends at this share of `learning_rate`."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices; vectors (norms, biases) are not decayed."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 to leave gradients as they are."""
+
+
+class MadeFor(Value, frozen=True, kw_only=True):
+    """Where the plan comes from; nothing is decided by it."""
+
+    cluster: str = ""
+    """Digest of the Cluster."""
+    device: str = ""
+    """Kind of device, as in the catalogue."""
+    versions: dict[str, str] = {}
+
+
+class Layout(Value, frozen=True, kw_only=True):
+    """Degrees of the mesh axes; their product is the number of ranks."""
+
+    dp_replicate: int = 1
+    """Copies of the whole (sharded) model."""
+    dp_shard: int = 1
+    """Ranks that share one copy's states (ZeRO)."""
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Expert parallel, laid over the data axes: not a factor of the world size."""
+    order: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    """Axes from the slowest varying to the fastest: the last one has neighbouring ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+class Shard(Value, frozen=True, kw_only=True):
+    """ZeRO, and who carries it out."""
+
+    carrier: Carrier = "none"
+    """`none` for one rank, `ddp` (torch DistributedDataParallel), `fsdp2` (torch fully_shard)."""
+    stage: Literal[0, 1, 2, 3] = 0
+    """0 replicates all; 1 shards optimizer states, 2 also gradients, 3 also weights."""
+    reshard: dict[str, bool] = {}
+    """Stage 3 only: whether weights are freed after forward, by module group (`embedding`, `blocks`, `head`) or by a path
+    such as `model.layers.0`; groups not named follow the stage."""
+
+
+class Pipeline(Value, frozen=True, kw_only=True):
+    """How stages take turns."""
+
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"] = "none"
+    chunks: int = 1
+    """Stages on each rank."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Blocks of each stage, first to last; empty for one stage."""
+    micro_batch_per_stage: tuple[int, ...] = ()
+    """Samples of a micro-batch on each stage; empty for `batch.micro_batch` on all."""
+
+
+class Batch(Value, frozen=True, kw_only=True):
+    """How a step's samples are cut: micro_batch x accumulation x data-parallel degree = samples per step."""
+
+    micro_batch: int = 1
+    """Samples of one forward and backward on one rank."""
+    accumulation: int = 1
+    """Micro-batches of one step on one rank."""
+
+
+class Recompute(Value, frozen=True, kw_only=True):
+    """What is kept for backward and what is made again."""
+
+    mode: Literal["none", "norm_activation", "full"] = "none"
+    """`norm_activation`: everything in a block but matrix products and attention is made again; `full`: whole blocks are."""
+    every: int = 1
+    """Applies to one block in `every`, the first blocks of each run of `every` being kept; 1 for all blocks."""
+
+
+class Optimizer(Value, frozen=True, kw_only=True):
+    """How AdamW is carried out."""
+
+    kind: Literal["adamw"] = "adamw"
+    implementation: Literal["fused", "foreach", "loop"] = "fused"
+
+
+class Precision(Value, frozen=True, kw_only=True):
+    """A dtype for each role."""
+
+    cast: Literal["none", "autocast", "weights"] = "none"
+    """How a lower compute dtype comes about: `autocast` casts at each operator from fp32 weights; `weights` keeps a copy of
+    the weights in the compute dtype beside fp32 masters."""
+    embedding: DType = "fp32"
+    block: DType = "fp32"
+    head: DType = "fp32"
+    loss: DType = "fp32"
+    """Logits are widened to this before the softmax."""
+    gradient: DType = "fp32"
+    """Storage and accumulation of gradients between micro-batches."""
+    reduction: DType = "fp32"
+    """What gradients are summed in across ranks."""
+    master: DType = "fp32"
+    optimizer_state: DType = "fp32"
+
+
+class Loss(Value, frozen=True, kw_only=True):
+    """How head and loss are computed."""
+
+    kind: Literal["model", "chunked"] = "model"
+    """`model`: the model's own logits, whole; `chunked`: head and loss by chunks of tokens, logits never stand whole."""
+    chunk_tokens: int = 4096
+    """Tokens of one chunk."""
+
+
+class Compile(Value, frozen=True, kw_only=True):
+    """torch.compile."""
+
+    mode: Literal["off", "block"] = "off"
+    """`block`: each block (and a chunk of the chunked loss) is compiled."""
+
+
+class Overlap(Value, frozen=True, kw_only=True):
+    """Communication beside computation."""
+
+    prefetch: int = 1
+    """Blocks whose weights are gathered ahead (ZeRO-3); 1 is what FSDP2 does by itself."""
+    bucket_bytes: int = 25 * 2**20
+    """Size of DDP's gradient buckets."""
+
+
+class Comm(Value, frozen=True, kw_only=True):
+    """The communication library."""
+
+    env: dict[str, str] = {}
+    """NCCL variables, set before the process group is made."""
+    timeout_seconds: float = 600.0
+    """A collective that takes longer is a hang."""
+
+
+class Data(Value, frozen=True, kw_only=True):
+    """The input pipeline."""
+
+    workers: int = 0
+    """Threads that prepare samples ahead on each rank; 0: the training thread does it."""
+    prefetch: int = 2
+    """Steps prepared ahead, with workers."""
+    pin: bool = False
+    """Copy from pinned memory, asynchronously."""
+
+
+class Threads(Value, frozen=True, kw_only=True):
+    """CPU threads of one rank."""
+
+    compute: int = 0
+    """For torch's operators; 0: torchrun's default, which is one when a host has several ranks."""
+
+
+class Plan(FileValue, frozen=True, kw_only=True, tag="plan"):
+    """All of it."""
+
+    model: ModelRef
+    workload: Workload
+    recipe: Recipe = Recipe()
+    made_for: MadeFor = MadeFor()
+    layout: Layout = Layout()
+    shard: Shard = Shard()
+    pipeline: Pipeline = Pipeline()
+    batch: Batch = Batch()
+    recompute: Recompute = Recompute()
+    optimizer: Optimizer = Optimizer()
+    precision: Precision = Precision()
+    loss: Loss = Loss()
+    compile: Compile = Compile()
+    overlap: Overlap = Overlap()
+    comm: Comm = Comm()
+    data: Data = Data()
+    threads: Threads = Threads()
+
+    @property
+    def plan_hash(self) -> str:
+        """Name of the way the work is done."""
+        parts = ("layout", "shard", "pipeline", "batch", "recompute", "optimizer", "precision", "loss", "compile")
+        return digest([getattr(self, part) for part in (*parts, "overlap", "comm", "data", "threads")])
+
+    @property
+    def work_hash(self) -> str:
+        """Name of the work: model, workload and recipe."""
+        return digest([self.model, self.workload, self.recipe])

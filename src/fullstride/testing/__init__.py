@@ -1,0 +1,1 @@
+"""Fakes to test with, for this project and for its users."""
