@@ -104,9 +104,8 @@ def test_nearly_all_functions_are_short_and_files_too():
     for path in FILES:
         text = path.read_text()
         sizes.append(text.count("\n"))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lengths.append(node.end_lineno - node.lineno + 1)
+        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths += [node.end_lineno - node.lineno + 1 for node in nodes]
     assert sum(length <= 40 for length in lengths) >= 0.95 * len(lengths)
     assert sum(size < 400 for size in sizes) >= 0.9 * len(sizes)
 
