@@ -1,0 +1,55 @@
+"""What a verb is: a name, a docstring that is its help, its options, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn, Protocol
+
+from fullstride.cli.output import Output
+from fullstride.errors import UsageError
+
+
+class Command(Protocol):
+    """One verb. The class docstring is its help: the first line is the summary, the rest the description."""
+
+    name: str
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the verb's options."""
+
+    def run(self, args: argparse.Namespace, out: Output) -> int:
+        """Do it; return the exit code, or raise an error of the tree."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are errors of ours: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` instead of printing the usage and leaving."""
+        raise UsageError(message, fix=f"see {self.prog} --help")
+
+
+def positive(text: str) -> int:
+    """An option's value that counts something: 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def minutes(text: str) -> float:
+    """A length of time in minutes, above 0."""
+    number = float(text)
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above 0")
+    return number
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that every verb has."""
+    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout, all else on stderr")
+
+
+def add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
+    """The option of every verb that launches or writes."""
+    parser.add_argument("--dry-run", action="store_true", help=f"say what would be {what}, and stop")
