@@ -156,10 +156,8 @@ def test_every_verb_has_json_and_help(verb_name, capsys):
 
 
 def test_python_dash_m_works_without_torch():
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+    program = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
     program += "sys.argv = ['fullstride', '--version']\n"
-    )
     program += "import runpy; runpy.run_module('fullstride', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ})
     assert done.returncode == 0 and fullstride.__version__ in done.stdout
