@@ -18,7 +18,7 @@ WHEELS := msgspec tomlkit plotly narwhals nvidia-ml-py psutil rich markdown-it-p
 	execnet iniconfig pluggy hypothesis sortedcontainers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format types unit docs test-torch tune bench parity wheels lock clean
+.PHONY: help setup test lint format types unit docs docs-write test-torch tune bench parity wheels lock clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,12 +39,12 @@ setup: $(VENV)/.stamp ## make .venv (seconds when it is there)
 test: lint types unit ## everything that must pass: style, types, tests, the examples of the docs
 
 lint: $(VENV)/.stamp ## ruff: rules and format
-	$(VENV)/bin/ruff check src tests benchmarks
-	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/ruff check src tests benchmarks docs
+	$(VENV)/bin/ruff format --check src tests benchmarks docs
 
 format: $(VENV)/.stamp ## rewrite files in the house's format
-	$(VENV)/bin/ruff check --fix-only --quiet src tests benchmarks
-	$(VENV)/bin/ruff format --quiet src tests benchmarks
+	$(VENV)/bin/ruff check --fix-only --quiet src tests benchmarks docs
+	$(VENV)/bin/ruff format --quiet src tests benchmarks docs
 
 types: $(VENV)/.stamp ## mypy, strict
 	$(VENV)/bin/mypy
@@ -54,6 +54,9 @@ unit: $(VENV)/.stamp ## all tests, the examples of README and docs/ included
 
 docs: $(VENV)/.stamp ## only the examples and links of README and docs/
 	$(QUIET) $(VENV)/bin/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+
+docs-write: $(VENV)/.stamp ## write what the code says into docs/ (plan entries, rules, exit codes)
+	$(VENV)/bin/python docs/generate.py
 
 test-torch: .venv-torch-$(VERSION)/.stamp ## the tests on another torch: make test-torch VERSION=2.11.0
 	$(QUIET) .venv-torch-$(VERSION)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
