@@ -78,17 +78,19 @@ class Trace(Value, frozen=True, kw_only=True):
 
     name: str
     x: tuple[float | str, ...]
-    y: tuple[float, ...]
+    y: tuple[float | None, ...]
+    """None (or a number that is not finite) for a gap."""
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    """Ends of intervals, if there are any."""
+    """Ends of intervals about `y`, if there are any."""
 
 
 class Chart(Block, frozen=True, kw_only=True, tag="chart"):
     """A chart.
 
     `line`, `bar`, `scatter` draw y over x; `stacked` stacks the traces for each x; `waterfall` takes one trace of
-    differences, first and last being totals; `box` draws each trace's y as a distribution.
+    differences, first and last being totals; `box` draws each trace's y as a distribution. `x_label` and `y_label` belong
+    to the traces' x and y, also where `horizontal` draws y from left to right.
     """
 
     title: str
