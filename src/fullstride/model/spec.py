@@ -28,6 +28,8 @@ SublayerKind: TypeAlias = Literal[
 ParameterRole: TypeAlias = Literal["embedding", "weight", "bias", "norm", "head", "router", "expert"]
 SavedDType: TypeAlias = Literal["compute", "residual", "fp32", "int64", "bool"]
 """`compute`: what matrix products take; `residual`: what the residual stream carries (fp32 under autocast, else compute)."""
+Cast: TypeAlias = Literal["none", "weights", "autocast"]
+"""How a lower compute dtype comes about, as in a plan's precision: not at all, by weights of that dtype, by autocast."""
 FlopConvention: TypeAlias = Literal["full", "causal"]
 """How attention is counted: over the whole square (PaLM, torchtitan), or the half that a causal kernel does (Megatron)."""
 
@@ -82,6 +84,27 @@ class Saved(Value, frozen=True, kw_only=True):
     dtype: SavedDType
     when: Literal["always", "eager", "compiled"] = "always"
     """Compiled blocks keep fewer: pointwise results are made again from their inputs."""
+    cast: tuple[Cast, ...] = ("none", "weights", "autocast")
+    """Precision casts under which it is kept: norms copy only a narrower stream to fp32, autocast copies at each product."""
+    per: Literal["token", "position", "pair"] = "token"
+    """How often: for each token; `position`: one copy for all samples of a micro-batch (rotary tables), elements x sequence length in all;
+    `pair`: attention that keeps its scores, elements x tokens x sequence length."""
+    beyond: int = 0
+    """Kept only when the sequence is longer than this (a window's mask); 0: always."""
+
+
+class CastCost(Value, frozen=True, kw_only=True):
+    """Memory traffic and launches of one forward of a sublayer under one precision cast."""
+
+    cast: Cast
+    moved_elements: float
+    """As `Sublayer.moved_elements`; an fp32 element counts for as many compute elements as it has bytes."""
+    fused_elements: float
+    operators: int
+    fused_operators: int
+    """Kernels of a compiled block: products, attention, and one for each group of memory-bound operators."""
+    moved_pair_elements: float = 0.0
+    """Elements for each token and each token of the sequence, where attention keeps its scores whole."""
 
 
 class Sublayer(Value, frozen=True, kw_only=True):
@@ -100,6 +123,8 @@ class Sublayer(Value, frozen=True, kw_only=True):
     """The same when the block is compiled: each input read once, each output written once."""
     operators: int = 1
     """Kernels launched in one eager forward, for the host's launch cost."""
+    costs: tuple[CastCost, ...] = ()
+    """The same three for each precision cast; the plain fields hold those of cast `weights` (2-byte compute)."""
 
 
 class Stack(Value, frozen=True, kw_only=True):
