@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from fullstride.cli.output import Output
 from fullstride.cluster.catalogue import DEVICES, assumed_cluster
 from fullstride.cluster.cluster import Cluster
 from fullstride.cluster.probe import probe_cluster
@@ -15,7 +16,9 @@ from fullstride.errors import BadInput, UsageError
 from fullstride.files import convert, read_json
 from fullstride.launch.inspector import spec_of
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import ModelRef, Plan
+from fullstride.plan.defaults import default_workload
+from fullstride.plan.plan import ModelRef, Plan, Recipe
+from fullstride.plan.search import search
 
 DEFAULT_DEVICE = "h100-sxm"
 PER_NODE = 8
@@ -86,6 +89,16 @@ def choose_model(source: str) -> tuple[ModelRef, ModelSpec]:
     """
     spec = spec_of(source)
     return ModelRef(source=source, digest=spec.digest), spec
+
+
+def plan_here(source: str, num_ranks: int | None, out: Output) -> Plan:
+    """The best predicted plan for a model on this machine, for a verb that needs a plan and was given a model."""
+    model, spec = choose_model(source)
+    cluster = probe_cluster(num_ranks=num_ranks)
+    workload = default_workload(spec, cluster, num_ranks=num_ranks)
+    ranking = search(spec, cluster, model, workload, Recipe(), num_ranks=num_ranks)
+    out.note(f"planned {source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
+    return ranking.best[0]
 
 
 def is_plan_file(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Output(json="--json" in words)
     name = f"fullstride {verb}".rstrip()
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a polite kill cleans up as Ctrl-C does
         args = build_parser(_needed(verb, words)).parse_args(words)
         return int(args.command.run(args, out))
     except SystemExit as leave:  # --help and --version

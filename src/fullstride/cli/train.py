@@ -1,0 +1,192 @@
+"""`fullstride train`: run a plan to its end, and go on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fullstride.cli.choose import choose_model, is_plan_file, override, plan_here
+from fullstride.cli.claim import default_run_dir, error_of, failure_of, fill, look, wait_until_filled
+from fullstride.cli.command import add_dry_run, positive
+from fullstride.cli.follow import StepTail, show_steps
+from fullstride.cli.output import Output
+from fullstride.cluster.cluster import Cluster
+from fullstride.cluster.probe import probe_cluster
+from fullstride.errors import BadInput, UsageError
+from fullstride.events import StepEnd
+from fullstride.launch.command import worker_command
+from fullstride.launch.job import Job
+from fullstride.launch.local import Process, start
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.plan import Plan
+from fullstride.plan.rules import inert, require
+from fullstride.plan.toml import read_plan
+from fullstride.report.progress import ProgressView
+from fullstride.rundir import RunDir
+
+_POLL_SECONDS = 0.1
+_SAVE_SECONDS = 120.0
+"""How long an interrupted run may take to save before it is killed."""
+
+
+class Train:
+    """Train with a plan, and resume by default: the same command goes on from the newest whole checkpoint.
+
+    PLAN is a plan file, or a model (preset, config.json, model directory, file.py:function) that is planned for this
+    machine first. Where RANK and WORLD_SIZE are set (torchrun, Slurm, Kubernetes) it joins that group and launches
+    nothing. Ctrl-C saves a checkpoint and ends.
+    """
+
+    name = "train"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options of the verb."""
+        parser.add_argument("plan", metavar="PLAN", help="plan file, or a model to plan for first")
+        parser.add_argument(
+            "--data", metavar="PATH", help="text, JSONL or Parquet: a file or a folder (the plan's when not given)"
+        )
+        parser.add_argument("--eval", metavar="PATH", help="held-out data; its loss is printed")
+        parser.add_argument("--init", metavar="DIR", help="model directory to start from (weights and config)")
+        parser.add_argument("-o", dest="output", metavar="RUN_DIR", help="run directory (runs/train-MODEL-WORK)")
+        parser.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all")
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="TABLE.ENTRY=VALUE", help="replace an entry of the plan"
+        )
+        parser.add_argument("--save-every", type=positive, metavar="N", help="steps between checkpoints")
+        parser.add_argument("--export", metavar="DIR", help="write a Hugging Face model directory at the end")
+        add_dry_run(parser, "launched")
+
+    def run(self, args: argparse.Namespace, out: Output) -> int:
+        """Prepare the run directory, launch or join, follow, and say how it ended."""
+        plan, spec, cluster = _resolve(args, out)
+        run_dir = RunDir(root=args.output) if args.output else default_run_dir("train", spec, plan)
+        claim = look(run_dir, plan)
+        job = worker_command(run_dir, plan, train=True, save_every=args.save_every, export=args.export)
+        if args.dry_run:
+            out.note(f"would {'resume' if claim == 'resumed' else 'start'} {run_dir.root} with\n{shlex.join(job.command)}")
+            out.show(None, job)
+            return 0
+        if claim == "finished":
+            out.note(f"{run_dir.root}: done already; give more --steps to go on, or another -o")
+            out.show(None, _summary(run_dir, plan, None), "training")
+            return 0
+        if _joins():
+            return _join(run_dir, plan, spec, cluster, job)
+        out.note(f"{'resuming' if claim == 'resumed' else 'starting'} {run_dir.root}, {plan.layout.world_size} ranks")
+        fill(run_dir, plan, cluster, spec)
+        last = _launch(job, run_dir, plan, out)
+        loss = f", loss {last.loss:.4f}" if last else ""
+        out.note(f"done: {plan.recipe.steps} steps{loss}; for the page: fullstride report {run_dir.root}")
+        out.show(None, _summary(run_dir, plan, last), "training")
+        return 0
+
+
+def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cluster]:
+    """The plan with all that the command line changes in it, checked against the model and this machine."""
+    joined = int(os.environ["WORLD_SIZE"]) if _joins() else None
+    plan = read_plan(args.plan) if is_plan_file(args.plan) else plan_here(args.plan, joined, out)
+    quoted = [
+        ("workload.data", args.data),
+        ("workload.eval_data", args.eval),
+        ("model.source", args.init),
+    ]
+    settings = [f"{entry}={_quote(value)}" for entry, value in quoted if value is not None]
+    settings += [f"recipe.steps={args.steps}"] if args.steps else []
+    plan = override(plan, [*settings, *args.set])
+    _, spec = choose_model(plan.model.source)
+    if plan.model.digest and spec.digest != plan.model.digest:
+        raise BadInput(
+            f"{plan.model.source}: is another network than the plan was made for",
+            fix="plan again for this model, or empty model.digest in the plan to train it all the same",
+        )
+    if joined is not None and joined != plan.layout.world_size:
+        raise BadInput(
+            f"WORLD_SIZE is {joined}, the plan is for {plan.layout.world_size} ranks", fix="start as many ranks as the plan has"
+        )
+    cluster = probe_cluster(num_ranks=plan.layout.world_size)
+    require(plan, spec, None if joined is not None else cluster)
+    for line in inert(plan):
+        out.warn(line)
+    return plan, spec, cluster
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _joins() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _join(run_dir: RunDir, plan: Plan, spec: ModelSpec, cluster: Cluster, job: Job) -> int:
+    """Become a worker of the group that somebody else started; this process is replaced."""
+    if os.environ["RANK"] == "0":
+        fill(run_dir, plan, cluster, spec)
+    else:
+        wait_until_filled(run_dir, plan)
+    words = worker_words(job)
+    os.environ.update(job.env)
+    sys.stdout.flush()
+    os.execv(words[0], list(words))
+
+
+def worker_words(job: Job) -> tuple[str, ...]:
+    """One rank's own command out of the launcher's: this Python, the worker's module, its arguments.
+
+    Raises:
+        UsageError: the job starts no worker module.
+    """
+    if "-m" not in job.command:
+        raise UsageError("the job names no worker module", fix="launch it with its own command")
+    last = len(job.command) - 1 - job.command[::-1].index("-m")
+    return (sys.executable, *job.command[last:])
+
+
+def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> StepEnd | None:
+    """Start the workers, show their steps, and wait for the end.
+
+    Raises:
+        RunFailed: they ended badly; the exit code follows the cause.
+    """
+    tail, last = StepTail(run_dir.events(0)), None
+    process = start(job)
+    try:
+        with ProgressView(f"train {plan.model.source}") as view:
+            view.phase("building")
+            while (code := process.poll()) is None:
+                steps = tail.read()
+                if steps and last is None:
+                    view.phase("training")
+                show_steps(steps, view, plan.recipe.steps)
+                last = steps[-1] if steps else last
+                time.sleep(_POLL_SECONDS)
+            last = (tail.read() or [last])[-1]
+    except KeyboardInterrupt:
+        _let_it_save(process, out, run_dir)
+        raise
+    finally:
+        tail.close()
+        process.close()
+    if code != 0 or not run_dir.done.exists():
+        raise error_of(failure_of(run_dir, code), run_dir)
+    return last
+
+
+def _let_it_save(process: Process, out: Output, run_dir: RunDir) -> None:
+    out.note("saving a checkpoint (Ctrl-C again to kill)")
+    process.terminate(grace_seconds=_SAVE_SECONDS)
+    out.note(f"the same command resumes {run_dir.root}")
+
+
+def _summary(run_dir: RunDir, plan: Plan, last: StepEnd | None) -> dict[str, Any]:
+    loss = None if last is None else last.loss
+    step = None if last is None else last.step
+    return {"run_dir": str(Path(run_dir.root)), "steps": plan.recipe.steps, "last_step": step, "loss": loss}
+
+
+VERB = Train()
