@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullstride.cli.choose import choose_cluster, choose_model
+from fullstride.cli.choose import rank_plans
+from fullstride.cli.machine import choose_cluster
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import read_json
-from fullstride.plan.defaults import default_workload
 from fullstride.plan.plan import Plan, Recipe
-from fullstride.plan.search import search
 
 
 def make_plan(
@@ -41,8 +40,13 @@ def make_plan(
         cluster = read_json(cluster, Cluster)
     elif cluster is None:
         cluster = choose_cluster(num_devices=num_ranks)
-    reference, spec = choose_model(model)
-    workload = default_workload(
-        spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data, num_ranks=num_ranks
+    ranking, _ = rank_plans(
+        model,
+        cluster,
+        sequence_length=sequence_length,
+        samples_per_step=samples_per_step,
+        data=data,
+        num_ranks=num_ranks,
+        recipe=recipe,
     )
-    return search(spec, cluster, reference, workload, recipe or Recipe(), num_ranks=num_ranks).best[0]
+    return ranking.best[0]

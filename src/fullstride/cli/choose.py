@@ -1,84 +1,23 @@
-"""From what stands on a command line to values: the cluster, the model, the plan, and where results go."""
+"""From what stands on a command line to a model's spec and a plan."""
 
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fullstride.cli.machine import cluster_words
 from fullstride.cli.output import Output
-from fullstride.cluster.catalogue import DEVICES, assumed_cluster
 from fullstride.cluster.cluster import Cluster
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import BadInput, UsageError
-from fullstride.files import convert, read_json
+from fullstride.files import convert
 from fullstride.launch.inspector import spec_of
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.defaults import default_workload
 from fullstride.plan.plan import ModelRef, Plan, Recipe
-from fullstride.plan.search import search
-
-DEFAULT_DEVICE = "h100-sxm"
-PER_NODE = 8
-
-
-def choose_cluster(
-    file: str | None = None, kind: str | None = None, num_devices: int | None = None, per_node: int | None = None
-) -> Cluster:
-    """The cluster to plan for: a file's; else this machine's GPUs; else an assumed one, marked as assumed.
-
-    Args:
-        file: A cluster file, as `fullstride probe -o` writes.
-        kind: A kind of the catalogue, or `cpu` for this host's processors as ranks.
-        num_devices: Ranks to plan for; all that there are when None (8 where the cluster is assumed).
-        per_node: Devices in a node of an assumed cluster.
-
-    Raises:
-        UsageError: a file and a description at once.
-        BadInput: an unknown kind, a damaged file, or nodes that do not come out even.
-    """
-    if file is not None:
-        if kind is not None or per_node is not None:
-            raise UsageError("--cluster and --gpu or --gpus-per-node both say what the machine is", fix="give one of them")
-        return read_json(file, Cluster)
-    if kind == "cpu":
-        return probe_cluster(num_ranks=num_devices)
-    if kind is None and per_node is None:
-        here = probe_cluster()
-        if here.device.kind != "cpu":
-            if num_devices is None or num_devices <= here.num_devices:
-                return here
-            kind = here.device.kind if here.device.kind in DEVICES else None
-    return _assume(kind or DEFAULT_DEVICE, num_devices or PER_NODE, per_node)
-
-
-def _assume(kind: str, num_devices: int, per_node: int | None) -> Cluster:
-    if kind not in DEVICES:
-        raise BadInput(f"--gpu {kind}: not in the catalogue", fix=f"use one of {', '.join(sorted(DEVICES))}, or cpu")
-    per_node = per_node or min(PER_NODE, num_devices)
-    if num_devices % per_node and num_devices > per_node:
-        raise BadInput(f"{num_devices} GPUs cannot stand in nodes of {per_node}", fix=f"make --gpus a multiple of {per_node}")
-    return assumed_cluster(kind, num_devices=num_devices, per_node=min(per_node, num_devices))
-
-
-def cluster_for(plan: Plan, file: str | None = None) -> Cluster:
-    """The cluster to price a plan on: a file's; this machine where it is of the kind the plan was made for; else assumed."""
-    ranks, made_for = plan.layout.world_size, plan.made_for.device
-    if file is not None:
-        return read_json(file, Cluster)
-    here = probe_cluster(num_ranks=ranks)
-    if made_for in ("", here.device.kind) and here.num_devices >= ranks and (made_for or here.device.kind != "cpu"):
-        return here
-    return choose_cluster(None, made_for if made_for in DEVICES else DEFAULT_DEVICE, ranks)
-
-
-def cluster_words(cluster: Cluster) -> str:
-    """One line: what the plan is made for, and whether anybody looked at it."""
-    device = cluster.device
-    line = f"{cluster.num_devices} x {device.name} ({device.kind})"
-    return f"assumed cluster, nobody probed it: {line}" if cluster.assumed else line
+from fullstride.plan.search import Ranking, search
 
 
 def choose_model(source: str) -> tuple[ModelRef, ModelSpec]:
@@ -91,12 +30,33 @@ def choose_model(source: str) -> tuple[ModelRef, ModelSpec]:
     return ModelRef(source=source, digest=spec.digest), spec
 
 
+def rank_plans(
+    source: str,
+    cluster: Cluster,
+    *,
+    sequence_length: int | None = None,
+    samples_per_step: int | None = None,
+    data: str | None = None,
+    num_ranks: int | None = None,
+    recipe: Recipe | None = None,
+) -> tuple[Ranking, ModelSpec]:
+    """Plans for a model on a cluster, the one with the shortest predicted step first; what is None takes its default.
+
+    Raises:
+        BadInput: no such model, or sizes that cannot be.
+        DoesNotFit: no plan fits; says by how much.
+    """
+    model, spec = choose_model(source)
+    workload = default_workload(
+        spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data, num_ranks=num_ranks
+    )
+    return search(spec, cluster, model, workload, recipe or Recipe(), num_ranks=num_ranks), spec
+
+
 def plan_here(source: str, num_ranks: int | None, out: Output) -> Plan:
     """The best predicted plan for a model on this machine, for a verb that needs a plan and was given a model."""
-    model, spec = choose_model(source)
     cluster = probe_cluster(num_ranks=num_ranks)
-    workload = default_workload(spec, cluster, num_ranks=num_ranks)
-    ranking = search(spec, cluster, model, workload, Recipe(), num_ranks=num_ranks)
+    ranking, _ = rank_plans(source, cluster, num_ranks=num_ranks)
     out.note(f"planned {source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
     return ranking.best[0]
 
@@ -133,13 +93,3 @@ def _literal(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def refuse_existing(path: Path) -> None:
-    """Nothing is overwritten silently.
-
-    Raises:
-        BadInput: something is there already.
-    """
-    if path.exists():
-        raise BadInput(f"{path}: is there already", fix="choose another place with -o, or move it away")

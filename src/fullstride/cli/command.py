@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fullstride.cli.output import Output
-from fullstride.errors import UsageError
+from fullstride.errors import BadInput, UsageError
 
 
 class Command(Protocol):
@@ -53,3 +54,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
     """The option of every verb that launches or writes."""
     parser.add_argument("--dry-run", action="store_true", help=f"say what would be {what}, and stop")
+
+
+def refuse_existing(path: Path) -> None:
+    """Nothing is overwritten silently.
+
+    Raises:
+        BadInput: something is there already.
+    """
+    if path.exists():
+        raise BadInput(f"{path}: is there already", fix="choose another place with -o, or move it away")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from fullstride.cli.choose import choose_model, cluster_for, cluster_words
+from fullstride.cli.choose import choose_model
+from fullstride.cli.machine import cluster_for, cluster_words
 from fullstride.cli.output import Output
 from fullstride.errors import DoesNotFit
 from fullstride.plan.explain import explain_plan

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from fullstride.cli.choose import choose_cluster, choose_model, cluster_words, refuse_existing
-from fullstride.cli.command import add_dry_run, positive
+from fullstride.cli.choose import rank_plans
+from fullstride.cli.command import add_dry_run, positive, refuse_existing
+from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
-from fullstride.plan.defaults import default_workload
 from fullstride.plan.explain import explain_ranking
-from fullstride.plan.plan import Recipe
-from fullstride.plan.search import search
 from fullstride.plan.toml import write_plan
 
 
@@ -47,11 +45,9 @@ class PlanVerb:
         cluster = choose_cluster(args.cluster, args.gpu, args.gpus, args.gpus_per_node)
         if cluster.assumed:
             out.warn(cluster_words(cluster))
-        model, spec = choose_model(args.model)
-        workload = default_workload(
-            spec, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus
+        ranking, spec = rank_plans(
+            args.model, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus
         )
-        ranking = search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus)
         best = ranking.best[0]
         if target and args.dry_run:
             out.note(f"would write {target}")

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from fullstride.cli.choose import refuse_existing
-from fullstride.cli.command import add_dry_run, positive
+from fullstride.cli.command import add_dry_run, positive, refuse_existing
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster, Figure
 from fullstride.cluster.measuring import measure_cluster

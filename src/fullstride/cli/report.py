@@ -6,13 +6,13 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fullstride.cli.choose import refuse_existing
-from fullstride.cli.command import add_dry_run
+from fullstride.cli.command import add_dry_run, refuse_existing
 from fullstride.cli.output import Output
 from fullstride.cli.record import BEST, PAGE, RunRecord, Shown, read_run, read_shown
 from fullstride.files import write_bytes
 from fullstride.measure.measurement import Comparison, Measurement
-from fullstride.measure.page import comparison_document, measurement_document, training_document
+from fullstride.measure.page import comparison_document, measurement_document
+from fullstride.measure.training_page import training_document
 from fullstride.report.document import Document
 from fullstride.report.html import html_of
 from fullstride.rundir import RunDir
