@@ -17,6 +17,7 @@ from fullstride.launch.inspector import spec_of
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.defaults import default_workload
 from fullstride.plan.plan import ModelRef, Plan, Recipe
+from fullstride.plan.rules import inert, require
 from fullstride.plan.search import Ranking, search
 
 
@@ -59,6 +60,23 @@ def plan_here(source: str, num_ranks: int | None, out: Output) -> Plan:
     ranking, _ = rank_plans(source, cluster, num_ranks=num_ranks)
     out.note(f"planned {source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
     return ranking.best[0]
+
+
+def checked(plan: Plan, spec: ModelSpec, cluster: Cluster | None, out: Output) -> None:
+    """Refuse a plan that cannot run; warn of settings that have no effect.
+
+    Raises:
+        BadInput: the plan was made for another network.
+        RuleBroken: a rule forbids it, for this model or on this cluster.
+    """
+    if plan.model.digest and spec.digest != plan.model.digest:
+        raise BadInput(
+            f"{plan.model.source}: is another network than the plan was made for",
+            fix="plan again for this model, or empty model.digest in the plan to use it all the same",
+        )
+    require(plan, spec, cluster)
+    for line in inert(plan):
+        out.warn(line)
 
 
 def is_plan_file(text: str) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from fullstride.cli.choose import choose_model
+from fullstride.cli.choose import checked, choose_model
 from fullstride.cli.machine import cluster_for, cluster_words
 from fullstride.cli.output import Output
 from fullstride.errors import DoesNotFit
 from fullstride.plan.explain import explain_plan
 from fullstride.plan.price import price
-from fullstride.plan.rules import require
 from fullstride.plan.toml import read_plan
 from fullstride.units import format_bytes
 
@@ -36,7 +35,7 @@ class Explain:
         if cluster.assumed:
             out.warn(cluster_words(cluster))
         _, spec = choose_model(plan.model.source)
-        require(plan, spec, cluster)
+        checked(plan, spec, cluster, out)
         estimate = price(plan, spec, cluster)
         for warning in estimate.warnings:
             out.warn(warning)

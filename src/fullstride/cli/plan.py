@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import msgspec
-
 from fullstride.cli.choose import rank_plans
 from fullstride.cli.command import add_dry_run, positive, refuse_existing
 from fullstride.cli.machine import choose_cluster, cluster_words
@@ -54,7 +52,7 @@ class PlanVerb:
         elif target:
             write_plan(best, target)
             out.note(f"wrote {target}")
-        out.show(explain_ranking(ranking, spec, cluster), msgspec.to_builtins(ranking), "ranking")
+        out.show(explain_ranking(ranking, spec, cluster), ranking)
         return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fullstride.cli.command import add_dry_run, positive, refuse_existing
@@ -92,7 +92,7 @@ def _figure(name: str, figure: Figure | None, show: Callable[[float], str]) -> t
     return name, show(figure.value), f"{figure.source}, {figure.note}" if figure.note else figure.source
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     cells = tuple(TableRow(cells=row) for row in rows)
     return Table(title=title, columns=tuple(Column(name=name) for name in columns), rows=cells)
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fullstride.cli.choose import choose_model, is_plan_file, override, plan_here
+from fullstride.cli.choose import checked, choose_model, is_plan_file, override, plan_here
 from fullstride.cli.claim import default_run_dir, error_of, failure_of, fill, look, wait_until_filled
 from fullstride.cli.command import add_dry_run, positive
 from fullstride.cli.follow import StepTail, show_steps
@@ -24,7 +24,6 @@ from fullstride.launch.job import Job
 from fullstride.launch.local import Process, start
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
-from fullstride.plan.rules import inert, require
 from fullstride.plan.toml import read_plan
 from fullstride.report.progress import ProgressView
 from fullstride.rundir import RunDir
@@ -99,19 +98,12 @@ def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cl
     settings += [f"recipe.steps={args.steps}"] if args.steps else []
     plan = override(plan, [*settings, *args.set])
     _, spec = choose_model(plan.model.source)
-    if plan.model.digest and spec.digest != plan.model.digest:
-        raise BadInput(
-            f"{plan.model.source}: is another network than the plan was made for",
-            fix="plan again for this model, or empty model.digest in the plan to train it all the same",
-        )
     if joined is not None and joined != plan.layout.world_size:
         raise BadInput(
             f"WORLD_SIZE is {joined}, the plan is for {plan.layout.world_size} ranks", fix="start as many ranks as the plan has"
         )
     cluster = probe_cluster(num_ranks=plan.layout.world_size)
-    require(plan, spec, None if joined is not None else cluster)
-    for line in inert(plan):
-        out.warn(line)
+    checked(plan, spec, None if joined is not None else cluster, out)
     return plan, spec, cluster
 
 
@@ -165,7 +157,8 @@ def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> StepEnd | Non
                 show_steps(steps, view, plan.recipe.steps)
                 last = steps[-1] if steps else last
                 time.sleep(_POLL_SECONDS)
-            last = (tail.read() or [last])[-1]
+            for step in tail.read():
+                last = step
     except KeyboardInterrupt:
         _let_it_save(process, out, run_dir)
         raise
