@@ -25,7 +25,11 @@ RowKind: TypeAlias = Literal[
 TermKind: TypeAlias = Literal[
     "compute", "attention", "memory_bound", "recompute", "loss", "comm", "optimizer", "host", "data", "bubble"
 ]
-MomentName: TypeAlias = Literal["load", "first_step", "forward_end", "backward", "optimizer", "checkpoint"]
+MomentName: TypeAlias = Literal[
+    "load", "first_step", "forward_end", "loss", "backward", "backward_end", "optimizer", "checkpoint"
+]
+"""`forward_end`: logits and all activations stand; `loss`: the softmax's own backward; `backward`: the last block's, all
+activations still there; `backward_end`: the first block's, all gradients there."""
 
 
 class Row(Value, frozen=True, kw_only=True):

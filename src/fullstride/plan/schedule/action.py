@@ -12,9 +12,17 @@ from fullstride.errors import BadInput
 from fullstride.files import Value
 
 ActionKind: TypeAlias = Literal[
-    "forward", "backward", "input_grad", "weight_grad", "send_forward", "recv_forward", "send_backward", "recv_backward",
-    "reduce", "optimizer",
-]  # fmt: skip
+    "forward",
+    "backward",
+    "input_grad",
+    "weight_grad",
+    "send_forward",
+    "recv_forward",
+    "send_backward",
+    "recv_backward",
+    "reduce",
+    "optimizer",
+]
 
 _TEXT = re.compile(r"(\d+):(\w+) c(\d+) \[(\d+),(\d+)\)(?: -> (\d+))?\Z")
 

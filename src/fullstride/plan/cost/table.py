@@ -1,0 +1,36 @@
+"""The cost: all terms of a Plan's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.cost import comm, compute, host
+from fullstride.plan.estimate import Term
+from fullstride.plan.plan import Plan
+
+TermMaker: TypeAlias = Callable[[Plan, ModelSpec, Cluster], Term]
+
+DEVICE: tuple[TermMaker, ...] = (
+    compute.products,
+    compute.attention,
+    compute.memory_bound,
+    compute.recompute,
+    compute.loss,
+    compute.optimizer,
+    comm.all_reduce,
+    comm.gather,
+    comm.reduce,
+    comm.copies,
+)
+"""What the device does, one function each."""
+
+
+def terms(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Term, ...]:
+    """Every term that takes time; the step is the sum of their exposed seconds."""
+    work = [make(plan, spec, cluster) for make in DEVICE]
+    work.append(host.launches(plan, spec, cluster, sum(item.exposed_seconds for item in work)))
+    work.append(host.data(plan, spec, cluster))
+    return tuple(item for item in work if item.seconds > 0)

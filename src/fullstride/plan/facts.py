@@ -1,0 +1,206 @@
+"""What pricing needs to know again and again: sizes that follow from a Plan, and sums over a ModelSpec, made once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fullstride.model.spec import ModelSpec, Saved, Sublayer
+from fullstride.plan.plan import DType, Plan
+
+BYTES: dict[DType, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+T = TypeVar("T")
+
+_MEMO: OrderedDict[int, tuple[Any, dict[Any, Any]]] = OrderedDict()
+_MEMO_SIZE = 16
+
+
+def once(owner: object, key: Any, make: Callable[[], T]) -> T:
+    """`make()`, remembered for this very object: pricing asks the same of one spec and one cluster thousands of times.
+
+    The table holds the object, so that its identity stays its own; it forgets the objects not used longest.
+    """
+    entry = _MEMO.get(id(owner))
+    if entry is None:
+        entry = _MEMO[id(owner)] = (owner, {})
+        if len(_MEMO) > _MEMO_SIZE:
+            _MEMO.popitem(last=False)
+    table = entry[1]
+    if key not in table:
+        table[key] = make()
+    return table[key]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of parameters that is wrapped together: the embedding, one block of a stack, or the tail."""
+
+    group: str
+    """`embedding`, `blocks` or `head`."""
+    path: str
+    first: int
+    count: int
+    """How many equal ones."""
+    parameters: int
+    """Elements in one of them."""
+    trainable: int
+    tensors: int
+    largest: int
+    """Elements of its largest tensor."""
+    matmul_weights: int
+    """Elements that matrix products read: what autocast makes a copy of."""
+    sublayers: tuple[Sublayer, ...]
+
+
+def parts(spec: ModelSpec) -> tuple[Part, ...]:
+    """The model in the order of execution."""
+    return once(spec, "parts", lambda: _parts(spec))
+
+
+def _parts(spec: ModelSpec) -> tuple[Part, ...]:
+    stacks = [_part("blocks", stack.path, stack.first, stack.count, stack.sublayers) for stack in spec.stacks]
+    return (_part("embedding", "", 0, 1, spec.embedding), *stacks, _part("head", "", 0, 1, spec.tail))
+
+
+def _part(group: str, path: str, first: int, count: int, sublayers: tuple[Sublayer, ...]) -> Part:
+    tensors = [p for s in sublayers for p in s.parameters]
+    return Part(
+        group=group,
+        path=path,
+        first=first,
+        count=count,
+        parameters=sum(p.count for p in tensors),
+        trainable=sum(p.count for p in tensors if p.trainable),
+        tensors=len(tensors),
+        largest=max((p.count for p in tensors), default=0),
+        matmul_weights=sum(m.n * m.k * m.groups for s in sublayers for m in s.matmuls),
+        sublayers=sublayers,
+    )
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Elements in all parameters."""
+    return once(spec, "parameters", lambda: sum(p.count * p.parameters for p in parts(spec)))
+
+
+def num_trainable(spec: ModelSpec) -> int:
+    """Elements that the optimizer steps."""
+    return once(spec, "trainable", lambda: sum(p.count * p.trainable for p in parts(spec)))
+
+
+def num_tensors(spec: ModelSpec) -> int:
+    """Parameters as tensors."""
+    return once(spec, "tensors", lambda: sum(p.count * p.tensors for p in parts(spec)))
+
+
+def largest_block(spec: ModelSpec) -> int:
+    """Parameters of the largest block."""
+    return once(spec, "block", lambda: max((p.parameters for p in parts(spec) if p.group == "blocks"), default=0))
+
+
+def largest_part(spec: ModelSpec) -> int:
+    """Parameters of the largest group that is gathered at once."""
+    return once(spec, "part", lambda: max(p.parameters for p in parts(spec)))
+
+
+def micro_tokens(plan: Plan) -> int:
+    """Tokens of one micro-batch on one rank."""
+    return plan.batch.micro_batch * plan.workload.sequence_length
+
+
+def compute_bytes(plan: Plan) -> int:
+    """Bytes of an element that matrix products take."""
+    return BYTES[plan.precision.block]
+
+
+def master_bytes(plan: Plan) -> int:
+    """Bytes of an element of the master weights."""
+    return BYTES[plan.precision.master]
+
+
+def residual_bytes(plan: Plan) -> int:
+    """Bytes of an element of the residual stream: the embedding's own dtype under autocast."""
+    return BYTES[plan.precision.master] if plan.precision.cast == "autocast" else BYTES[plan.precision.block]
+
+
+def gathered_bytes(plan: Plan) -> int:
+    """Bytes of an element of a gathered weight."""
+    return compute_bytes(plan) if plan.precision.cast == "weights" else master_bytes(plan)
+
+
+def shards(plan: Plan) -> int:
+    """Ranks that share one copy of the optimizer's states."""
+    return plan.layout.dp_shard if plan.shard.carrier == "fsdp2" else 1
+
+
+def resharded(plan: Plan, part: Part, index: int = 0) -> bool:
+    """Whether this part's weights are freed between forward and backward (ZeRO-3); the most specific rule wins."""
+    rules = plan.shard.reshard
+    if plan.shard.stage != 3:
+        return False
+    return rules.get(f"{part.path}.{part.first + index}", rules.get(part.group, True))
+
+
+def num_resharded(plan: Plan, part: Part) -> int:
+    """How many of a part's equal blocks are freed between forward and backward."""
+    if plan.shard.stage != 3:
+        return 0
+    if not any(name.startswith(f"{part.path}.") for name in plan.shard.reshard):
+        return part.count if resharded(plan, part) else 0
+    return sum(resharded(plan, part, index) for index in range(part.count))
+
+
+def num_recomputed(plan: Plan, part: Part) -> int:
+    """How many of a part's blocks are made again in backward."""
+    if plan.recompute.mode == "none" or part.group != "blocks":
+        return 0
+    return part.count // plan.recompute.every
+
+
+def saved_bytes(item: Saved, plan: Plan) -> float:
+    """Bytes that one saved tensor takes for one micro-batch under this plan; 0 where it is not kept."""
+    compiled = plan.compile.mode == "block"
+    if item.when == ("eager" if compiled else "compiled") or plan.precision.cast not in item.cast:
+        return 0.0
+    size = {"compute": compute_bytes(plan), "residual": residual_bytes(plan), "fp32": 4, "int64": 8, "bool": 1}[item.dtype]
+    if item.dtype == "fp32" and plan.precision.master == "fp64":
+        size = 8
+    tokens, sequence = micro_tokens(plan), plan.workload.sequence_length
+    scale = {"token": tokens, "position": sequence, "pair": tokens * sequence}[item.per]
+    return item.elements * size * scale
+
+
+def fixed_bytes(sublayer: Sublayer, plan: Plan) -> float:
+    """Bytes that a sublayer keeps for backward when nothing is recomputed, one micro-batch."""
+    return sum(saved_bytes(item, plan) for item in sublayer.saved)
+
+
+def product_bytes(sublayer: Sublayer, plan: Plan) -> float:
+    """Bytes of the outputs of its matrix products and its attention: what selective recompute keeps."""
+    tokens, size = micro_tokens(plan), compute_bytes(plan)
+    outputs = sum(m.n * m.rows_per_token for m in sublayer.matmuls) * size
+    if (core := sublayer.attention) is not None:
+        outputs += core.num_heads * (core.value_dim * size + 4)  # and the softmax's log-sum-exp, fp32
+    return outputs * tokens
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What memory-bound operators of one forward of a sublayer cost, for each token."""
+
+    bytes: float
+    operators: int
+
+
+def traffic(sublayer: Sublayer, plan: Plan) -> Traffic:
+    """Bytes read and written for each token, and kernels launched, by this plan's cast and compilation."""
+    compiled, size = plan.compile.mode == "block", compute_bytes(plan)
+    for cost in sublayer.costs:
+        if cost.cast == plan.precision.cast:
+            moved = cost.fused_elements if compiled else cost.moved_elements
+            return Traffic(bytes=moved * size, operators=cost.fused_operators if compiled else cost.operators)
+    fused = len(sublayer.matmuls) + (1 if sublayer.attention or sublayer.fused_elements else 0)
+    moved = sublayer.fused_elements if compiled else sublayer.moved_elements
+    return Traffic(bytes=moved * size, operators=fused if compiled else sublayer.operators)

@@ -1,0 +1,129 @@
+"""Rows for what carriers and libraries hold: gathered weights, reduction buffers, casts, context."""
+
+from __future__ import annotations
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.estimate import Row
+from fullstride.plan.facts import (
+    BYTES,
+    compute_bytes,
+    gathered_bytes,
+    largest_block,
+    largest_part,
+    num_parameters,
+    num_recomputed,
+    num_resharded,
+    parts,
+)
+from fullstride.plan.ledger.states import ALL, row
+from fullstride.plan.plan import Plan
+
+CUDA_CONTEXT_BYTES = 600 * 2**20
+NCCL_BYTES = 900 * 2**20
+"""1.3 to 1.6 GiB were seen for both together at BigScience; current drivers load kernels lazily and take less."""
+CPU_CONTEXT_BYTES = 450 * 2**20
+"""Resident memory of a Python process with torch and transformers loaded."""
+
+
+def gathered(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+    """Whole weights that stand under FSDP2: all of them below ZeRO-3, else those in flight and those not freed."""
+    if plan.shard.carrier != "fsdp2":
+        return ()
+    each, block, pieces = gathered_bytes(plan), largest_block(spec), parts(spec)
+    ends = pieces[0].parameters + block
+    if plan.shard.stage < 3:
+        whole = row(
+            "gathered weights",
+            "gathered",
+            num_parameters(spec) * each,
+            f"P x {each} B from forward to backward",
+            ("forward_end", "loss", "backward"),
+        )
+    else:
+        kept = sum((part.count - num_resharded(plan, part)) * part.parameters for part in pieces)
+        head = pieces[-1].parameters if num_resharded(plan, pieces[-1]) else 0
+        freed = sum(num_resharded(plan, part) for part in pieces if part.group == "blocks")
+        flight = min(freed, 1 + plan.overlap.prefetch) * block
+        whole = row(
+            "gathered weights",
+            "gathered",
+            (kept + head + flight) * each,
+            f"kept parts, the head, {1 + plan.overlap.prefetch} blocks in flight x {each} B",
+            ("forward_end", "loss", "backward"),
+        )
+    last = row(
+        "gathered weights of the first parts", "gathered", ends * each, f"embedding and one block x {each} B", ("backward_end",)
+    )
+    return (whole, last)
+
+
+def gather_buffer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+    """FSDP2 gathers into a flat buffer, then copies out."""
+    if plan.shard.carrier != "fsdp2":
+        return ()
+    size = largest_block(spec) * gathered_bytes(plan)
+    freed = plan.shard.stage == 3
+    return (
+        row(
+            "all-gather buffer",
+            "communication",
+            size,
+            "one block, flat",
+            ("forward_end", "backward", "backward_end") if freed else ("forward_end",),
+        ),
+    )
+
+
+def reduce_buffers(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+    """Whole gradients of the parts being reduced, and the flat input of reduce-scatter."""
+    if plan.shard.carrier != "fsdp2":
+        return ()
+    each, wide = gathered_bytes(plan), BYTES[plan.precision.reduction]
+    part = largest_part(spec)
+    return (
+        row(
+            "gradients being reduced",
+            "communication",
+            part * (each + wide),
+            f"the largest part x ({each} + {wide}) B",
+            ("backward", "backward_end"),
+        ),
+    )
+
+
+def autocast_casts(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+    """Narrow copies of weights that autocast makes once a forward and backward needs again.
+
+    They live in autocast's cache to the end of forward, and in the saved tensors of products to their backward; blocks
+    that are made again cast again.
+    """
+    if plan.precision.cast != "autocast":
+        return ()
+    size, kept, total = compute_bytes(plan), 0, 0
+    for part in parts(spec):
+        total += part.count * part.matmul_weights
+        kept += (part.count - num_recomputed(plan, part)) * part.matmul_weights
+    found = [
+        row("autocast's copies of weights", "temporary", total * size, f"weights of products x {size} B", ("forward_end",))
+    ]
+    if kept:
+        found.append(
+            row("autocast's copies, saved", "temporary", kept * size, "until their products' backward", ("loss", "backward"))
+        )
+    return tuple(found)
+
+
+def context(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+    """What the driver and the communication library take before the first tensor."""
+    if cluster.device.kind == "cpu":
+        base = row("Python, torch and libraries", "context", CPU_CONTEXT_BYTES, "assumed", ALL)
+        return (_assumed(base),)
+    found = [_assumed(row("CUDA context", "context", CUDA_CONTEXT_BYTES, "assumed", ALL))]
+    if plan.layout.world_size > 1:
+        found.append(_assumed(row("NCCL buffers", "context", NCCL_BYTES, "assumed", ALL)))
+    return tuple(found)
+
+
+def _assumed(item: Row) -> Row:
+    return Row(name=item.name, kind=item.kind, bytes=item.bytes, source=item.source, confidence="assumed", moments=item.moments)

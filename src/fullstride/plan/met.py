@@ -1,0 +1,301 @@
+"""Which value of a Plan breaks which rule, in words: one pure function for each rule of `rules.py`.
+
+Each returns `key = value` where its rule is broken and an empty text where it holds. Functions that need the model or the
+cluster return an empty text when those are not given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeAlias
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.plan import Plan, Precision
+
+Met: TypeAlias = Callable[[Plan, ModelSpec | None, Cluster | None], str]
+"""The value that breaks the rule, as `key = value`; empty if nothing does."""
+
+MODULE_GROUPS = ("embedding", "blocks", "head")
+ALTERED_LOGITS = ("gemma2", "gemma2_text")
+"""Families that change logits after the head (soft capping), so that head and loss cannot be joined."""
+ENV_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "UCX_")
+
+
+def below(least: float, *paths: str) -> Met:
+    """The first of `paths` (`part.field`) whose value is under `least`."""
+
+    def met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+        for path in paths:
+            part, name = path.split(".")
+            value = getattr(getattr(plan, part), name)
+            if value < least:
+                return f"{path} = {value}"
+        return ""
+
+    return met
+
+
+def outside(low: float, high: float, *paths: str) -> Met:
+    """Met outside [low, high)."""
+
+    def met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+        for path in paths:
+            part, name = path.split(".")
+            value = getattr(getattr(plan, part), name)
+            if not low <= value < high:
+                return f"{path} = {value}"
+        return ""
+
+    return met
+
+
+def when(words: Callable[[Plan], str]) -> Met:
+    """A rule that needs the plan alone."""
+    return lambda plan, spec, cluster: words(plan)
+
+
+# Words for the value met; each returns "" where the rule holds.
+
+
+def axes_met(plan: Plan) -> str:
+    """The order of axes, unless each needed one stands there once."""
+    layout = plan.layout
+    needed = {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
+    given = [axis for axis in layout.order if axis != "ep"]
+    return "" if sorted(given) == sorted(needed) and layout.order.count("ep") <= 1 else f"layout.order = {list(layout.order)}"
+
+
+def unbuilt_axis_met(plan: Plan) -> str:
+    """The first axis that is used but not built."""
+    for axis in ("tp", "pp", "cp", "ep"):
+        if (size := getattr(plan.layout, axis)) > 1:
+            return f"layout.{axis} = {size}"
+    return ""
+
+
+def samples_met(plan: Plan) -> str:
+    """The product of the batch's factors, where it is not the samples of a step."""
+    batch, ranks, wanted = plan.batch, plan.layout.data_parallel, plan.workload.samples_per_step
+    product = batch.micro_batch * batch.accumulation * ranks
+    return "" if product == wanted else (
+        f"micro_batch {batch.micro_batch} x accumulation {batch.accumulation} x data parallel {ranks} = {product}, "
+        f"samples_per_step = {wanted}"
+    )  # fmt: skip
+
+
+def carrier_none_met(plan: Plan) -> str:
+    """The carrier, where it does not go with the number of ranks."""
+    world, carrier = plan.layout.world_size, plan.shard.carrier
+    return f"shard.carrier = {carrier!r} with {world} ranks" if (carrier == "none") != (world == 1) else ""
+
+
+def ddp_met(plan: Plan) -> str:
+    """What ddp cannot shard."""
+    if plan.shard.carrier != "ddp" or (plan.shard.stage == 0 and plan.layout.dp_shard == 1):
+        return ""
+    return f"ddp with shard.stage = {plan.shard.stage} and layout.dp_shard = {plan.layout.dp_shard}"
+
+
+def fsdp2_met(plan: Plan) -> str:
+    """What leaves fsdp2 nothing to shard."""
+    if plan.shard.carrier != "fsdp2" or (plan.shard.stage >= 1 and plan.layout.dp_shard > 1):
+        return ""
+    return f"fsdp2 with shard.stage = {plan.shard.stage} and layout.dp_shard = {plan.layout.dp_shard}"
+
+
+def stage_of_none_met(plan: Plan) -> str:
+    """A ZeRO stage on one rank."""
+    return f"carrier none with shard.stage = {plan.shard.stage}" if plan.shard.carrier == "none" and plan.shard.stage else ""
+
+
+def reshard_stage_met(plan: Plan) -> str:
+    """Reshard rules below stage 3."""
+    return (
+        f"shard.reshard = {plan.shard.reshard} at stage {plan.shard.stage}"
+        if plan.shard.reshard and plan.shard.stage != 3
+        else ""
+    )
+
+
+def reshard_names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """A reshard rule for something that is no part of the model."""
+    for name in plan.shard.reshard:
+        if name in MODULE_GROUPS:
+            continue
+        path, _, index = name.rpartition(".")
+        if not path or not index.isdigit():
+            return f"shard.reshard names {name!r}"
+        blocks = [stack for stack in spec.stacks if stack.path == path] if spec else []
+        if spec and not any(stack.first <= int(index) < stack.first + stack.count for stack in blocks):
+            return f"shard.reshard names {name!r}, and {spec.name} has no such block"
+    return ""
+
+
+def pipeline_met(plan: Plan) -> str:
+    """The first entry that asks for a pipeline."""
+    pipe = plan.pipeline
+    if pipe.schedule != "none":
+        return f"pipeline.schedule = {pipe.schedule!r}"
+    if pipe.chunks != 1:
+        return f"pipeline.chunks = {pipe.chunks}"
+    if pipe.layers_per_stage:
+        return f"pipeline.layers_per_stage = {list(pipe.layers_per_stage)}"
+    return f"pipeline.micro_batch_per_stage = {list(pipe.micro_batch_per_stage)}" if pipe.micro_batch_per_stage else ""
+
+
+def roles(precision: Precision, *names: str) -> str:
+    """Roles with their dtypes, in words."""
+    return ", ".join(f"{name} {getattr(precision, name)}" for name in names)
+
+
+def fp16_met(plan: Plan) -> str:
+    """The first role in fp16."""
+    for name in Precision.__struct_fields__:
+        if getattr(plan.precision, name) == "fp16":
+            return f"precision.{name} = 'fp16'"
+    return ""
+
+
+def cast_none_met(plan: Plan) -> str:
+    """Unequal roles without a cast."""
+    p = plan.precision
+    equal = p.embedding == p.block == p.head == p.master
+    return (
+        "" if p.cast != "none" or equal else f"precision.cast = 'none' with {roles(p, 'embedding', 'block', 'head', 'master')}"
+    )
+
+
+def cast_some_met(plan: Plan) -> str:
+    """A cast that is not fp32 to bf16."""
+    p = plan.precision
+    if p.cast == "none" or (p.block == "bf16" and p.master == "fp32"):
+        return ""
+    return f"precision.cast = {p.cast!r} with {roles(p, 'block', 'master')}"
+
+
+def cast_one_dtype_met(plan: Plan) -> str:
+    """Several compute dtypes under cast weights."""
+    p = plan.precision
+    if p.cast == "weights" and not p.embedding == p.block == p.head:
+        return f"precision.cast = 'weights' with {roles(p, 'embedding', 'block', 'head')}"
+    return ""
+
+
+def autocast_roles_met(plan: Plan) -> str:
+    """Roles that autocast does not produce."""
+    p = plan.precision
+    if p.cast == "autocast" and (p.head != p.block or p.embedding not in (p.master, p.block)):
+        return f"precision.cast = 'autocast' with {roles(p, 'embedding', 'block', 'head')}"
+    return ""
+
+
+def weights_ddp_met(plan: Plan) -> str:
+    """A cast copy under ddp."""
+    return (
+        "precision.cast = 'weights' with carrier ddp"
+        if plan.precision.cast == "weights" and plan.shard.carrier == "ddp"
+        else ""
+    )
+
+
+def master_met(plan: Plan) -> str:
+    """Masters or states in a dtype that the optimizer does not take."""
+    p = plan.precision
+    if p.master not in ("fp32", "fp64") or p.optimizer_state != p.master:
+        return f"precision: {roles(p, 'master', 'optimizer_state')}"
+    return ""
+
+
+def loss_dtype_met(plan: Plan) -> str:
+    """A loss dtype other than the masters'."""
+    p = plan.precision
+    return "" if p.loss == p.master else f"precision: {roles(p, 'loss', 'master')}"
+
+
+def gradient_met(plan: Plan) -> str:
+    """Storage of gradients: as wide as the masters, or as a carrier leaves them with one micro-batch."""
+    p = plan.precision
+    if p.gradient == p.master:
+        return ""
+    if plan.batch.accumulation > 1:
+        return f"precision.gradient = {p.gradient!r} with accumulation {plan.batch.accumulation}"
+    allowed = p.cast == "weights" and p.gradient == (p.block if plan.shard.carrier == "none" else p.reduction)
+    return "" if allowed else f"precision.gradient = {p.gradient!r} with {roles(p, 'cast', 'block', 'reduction')}"
+
+
+def reduction_met(plan: Plan) -> str:
+    """A reduction dtype that the carrier does not have."""
+    p = plan.precision
+    if p.reduction == p.master:
+        return ""
+    if p.reduction == p.block and p.cast == "weights" and plan.shard.carrier == "fsdp2":
+        return ""
+    return f"precision.reduction = {p.reduction!r} with carrier {plan.shard.carrier}, {roles(p, 'cast', 'block', 'master')}"
+
+
+def sequence_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """A sample longer than the model's positions."""
+    if not spec or not spec.max_sequence or plan.workload.sequence_length <= spec.max_sequence:
+        return ""
+    return f"workload.sequence_length = {plan.workload.sequence_length}, and {spec.name} has {spec.max_sequence} positions"
+
+
+def digest_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """The digest of another model."""
+    wanted = plan.model.digest
+    return (
+        ""
+        if not spec or not wanted or wanted == spec.digest
+        else f"model.digest = {wanted!r}, and {spec.name} has {spec.digest!r}"
+    )
+
+
+def altered_logits_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """A chunked loss behind altered logits."""
+    altered = spec is not None and plan.loss.kind == "chunked" and spec.family in ALTERED_LOGITS
+    return f"loss.kind = 'chunked' with family {spec.family}" if spec and altered else ""
+
+
+def separate_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """Separate documents for a model without position_ids."""
+    if plan.workload.documents == "separate" and spec and spec.family == "module":
+        return f"workload.documents = 'separate' with {spec.name}"
+    return ""
+
+
+def devices_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """More ranks than devices; ranks of a CPU host are processes, any number of which may share its cores."""
+    if not cluster or cluster.device.kind == "cpu" or plan.layout.world_size <= cluster.num_devices:
+        return ""
+    return f"{plan.layout.world_size} ranks on {cluster.num_devices} devices of {cluster.name}"
+
+
+def compiler_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """Compilation on a CPU host known to have no compiler."""
+    if plan.compile.mode == "off" or not cluster or cluster.device.kind != "cpu" or cluster.host.has_compiler is not False:
+        return ""
+    return f"compile.mode = {plan.compile.mode!r} on a host without a C++ compiler"
+
+
+def pin_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """Pinned memory without a GPU."""
+    return "data.pin = true on a host without a GPU" if plan.data.pin and cluster and cluster.device.kind == "cpu" else ""
+
+
+def workers_met(plan: Plan) -> str:
+    """Workers that may prepare nothing ahead."""
+    return (
+        f"data.prefetch = {plan.data.prefetch} with {plan.data.workers} workers"
+        if plan.data.workers > 0 > plan.data.prefetch - 1
+        else ""
+    )
+
+
+def env_met(plan: Plan) -> str:
+    """A variable that no communication library reads."""
+    for name in plan.comm.env:
+        if not name.startswith(ENV_PREFIXES) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+            return f"comm.env sets {name!r}"
+    return ""

@@ -1,0 +1,209 @@
+import pytest
+from msgspec.structs import replace
+from tests.plan.plan_values import cpus, gpus, llama, plan_of
+
+from fullstride.errors import RuleBroken
+from fullstride.plan.defaults import AUTOCAST, FP32, weights_cast
+from fullstride.plan.plan import (
+    Batch,
+    Comm,
+    Compile,
+    Data,
+    Layout,
+    Loss,
+    ModelRef,
+    Optimizer,
+    Overlap,
+    Pipeline,
+    Precision,
+    Recipe,
+    Recompute,
+    Shard,
+    Threads,
+    Workload,
+)
+from fullstride.plan.rules import RULES, check, inert, require, rules_table
+
+SPEC = llama()
+TWO = {"layout": Layout(dp_shard=2), "shard": Shard(carrier="fsdp2", stage=3), "batch": Batch(micro_batch=4)}
+DDP = {"layout": Layout(dp_replicate=2), "shard": Shard(carrier="ddp"), "batch": Batch(micro_batch=4)}
+WORK = Workload(sequence_length=64, samples_per_step=8)
+WEIGHTS = weights_cast(1, "none")
+FP64 = Precision(**dict.fromkeys(Precision.__struct_fields__[1:], "fp64"))
+
+
+def recipe(**fields):
+    return {"recipe": Recipe(**fields)}
+
+
+def fsdp(**fields):
+    return {**TWO, "shard": Shard(carrier="fsdp2", **{"stage": 3, **fields})}
+
+
+# code: (what breaks it, a neighbour that is allowed, words of the message)
+CASES = {
+    "size.sequence": (
+        {"workload": replace(WORK, sequence_length=1)},
+        {"workload": replace(WORK, sequence_length=2)},
+        "sequence_length = 1",
+    ),
+    "size.samples": ({"workload": replace(WORK, samples_per_step=0)}, {}, "samples_per_step = 0"),
+    "size.steps": (recipe(steps=0), recipe(steps=1), "recipe.steps = 0"),
+    "size.layout": ({"layout": Layout(dp_shard=0)}, {}, "layout.dp_shard = 0"),
+    "size.batch": ({"batch": Batch(micro_batch=8, accumulation=0)}, {}, "batch.accumulation = 0"),
+    "size.chunk": (
+        {"loss": Loss(kind="chunked", chunk_tokens=0)},
+        {"loss": Loss(kind="chunked", chunk_tokens=1)},
+        "chunk_tokens = 0",
+    ),
+    "size.every": ({"recompute": Recompute(mode="full", every=0)}, {"recompute": Recompute(mode="full", every=2)}, "every = 0"),
+    "size.chunks": ({"pipeline": Pipeline(chunks=0)}, {}, "pipeline.chunks = 0"),
+    "size.prefetch": ({"overlap": Overlap(prefetch=-1)}, {"overlap": Overlap(prefetch=0)}, "overlap.prefetch = -1"),
+    "size.bucket": ({"overlap": Overlap(bucket_bytes=0)}, {"overlap": Overlap(bucket_bytes=1)}, "bucket_bytes = 0"),
+    "size.workers": ({"data": Data(workers=-1)}, {"data": Data(workers=1)}, "data.workers = -1"),
+    "size.threads": ({"threads": Threads(compute=-1)}, {"threads": Threads(compute=1)}, "threads.compute = -1"),
+    "size.timeout": ({"comm": Comm(timeout_seconds=0.0)}, {"comm": Comm(timeout_seconds=1.0)}, "timeout_seconds = 0"),
+    "size.learning_rate": (recipe(learning_rate=0.0), recipe(learning_rate=1e-9), "learning_rate = 0"),
+    "size.betas": (recipe(beta2=1.0), recipe(beta2=0.0), "recipe.beta2 = 1.0"),
+    "size.eps": (recipe(eps=0.0), recipe(eps=1e-12), "recipe.eps = 0"),
+    "size.recipe": (recipe(clip_norm=-1.0), recipe(clip_norm=0.0), "recipe.clip_norm = -1"),
+    "size.min_lr": (recipe(min_lr_ratio=1.5), recipe(min_lr_ratio=1.0), "min_lr_ratio = 1.5"),
+    "layout.order": (
+        {"layout": Layout(order=("pp", "tp"))},
+        {"layout": Layout(order=("pp", "ep", "dp_shard", "dp_replicate", "cp", "tp"))},
+        "layout.order",
+    ),
+    "layout.unbuilt": ({"layout": Layout(ep=2)}, {}, "layout.ep = 2: this axis is not built yet"),
+    "layout.devices": (
+        {
+            "layout": Layout(dp_shard=16),
+            "shard": Shard(carrier="fsdp2", stage=3),
+            "batch": Batch(micro_batch=1),
+            "workload": replace(WORK, samples_per_step=16),
+        },
+        TWO,
+        "16 ranks on 8 devices",
+    ),
+    "batch.samples": (
+        {"batch": Batch(micro_batch=3)},
+        {"batch": Batch(micro_batch=4, accumulation=2)},
+        "micro_batch 3 x accumulation 1",
+    ),
+    "shard.none": ({**TWO, "shard": Shard()}, TWO, "'none' with 2 ranks"),
+    "shard.none_stage": ({"shard": Shard(stage=1)}, {}, "shard.stage = 1"),
+    "shard.ddp": ({**TWO, "shard": Shard(carrier="ddp")}, DDP, "ddp with shard.stage = 0 and layout.dp_shard = 2"),
+    "shard.fsdp2": (
+        {**DDP, "shard": Shard(carrier="fsdp2", stage=1)},
+        {**TWO, "layout": Layout(dp_replicate=2, dp_shard=2), "batch": Batch(micro_batch=2)},
+        "layout.dp_shard = 1",
+    ),
+    "shard.reshard_stage": (fsdp(stage=2, reshard={"blocks": False}), fsdp(reshard={"blocks": False}), "at stage 2"),
+    "shard.reshard_names": (fsdp(reshard={"model.layers.4": True}), fsdp(reshard={"model.layers.3": True}), "no such block"),
+    "pipeline.unbuilt": ({"pipeline": Pipeline(schedule="1f1b")}, {}, "pipeline.schedule = '1f1b'"),
+    "precision.fp16": (
+        {"precision": Precision(cast="autocast", block="fp16", head="fp16")},
+        {"precision": AUTOCAST},
+        "loss scaler",
+    ),
+    "precision.none": ({"precision": Precision(block="bf16")}, {"precision": FP64}, "block bf16"),
+    "precision.cast": ({"precision": Precision(cast="autocast")}, {"precision": AUTOCAST}, "'autocast' with block fp32"),
+    "precision.one_dtype": ({"precision": replace(WEIGHTS, head="fp32")}, {"precision": WEIGHTS}, "head fp32"),
+    "precision.autocast": (
+        {"precision": replace(AUTOCAST, head="fp32")},
+        {"precision": replace(AUTOCAST, embedding="bf16")},
+        "head fp32",
+    ),
+    "precision.ddp": (
+        {**DDP, "precision": weights_cast(1, "ddp")},
+        {**fsdp(stage=1), "precision": weights_cast(1, "fsdp2")},
+        "carrier ddp",
+    ),
+    "precision.master": ({"precision": replace(FP32, optimizer_state="bf16")}, {"precision": FP64}, "optimizer_state bf16"),
+    "precision.loss": ({"precision": replace(AUTOCAST, loss="bf16")}, {"precision": AUTOCAST}, "loss bf16"),
+    "precision.gradient": (
+        {"precision": WEIGHTS, "batch": Batch(micro_batch=4, accumulation=2)},
+        {"precision": weights_cast(2, "none"), "batch": Batch(micro_batch=4, accumulation=2)},
+        "'bf16' with accumulation 2",
+    ),
+    "precision.reduction": (
+        {**DDP, "precision": replace(AUTOCAST, reduction="bf16")},
+        {**TWO, "precision": replace(weights_cast(1, "fsdp2"), reduction="bf16")},
+        "reduction = 'bf16'",
+    ),
+    "workload.sequence": (
+        {"workload": replace(WORK, sequence_length=257)},
+        {"workload": replace(WORK, sequence_length=256)},
+        "256 positions",
+    ),
+    "workload.separate": ({"workload": replace(WORK, documents="separate")}, {}, "separate"),
+    "model.digest": (
+        {"model": ModelRef(source="tiny", digest="0")},
+        {"model": ModelRef(source="tiny", digest=SPEC.digest)},
+        "digest = '0'",
+    ),
+    "loss.chunked": ({"loss": Loss(kind="chunked")}, {}, "family gemma2"),
+    "compile.compiler": ({"compile": Compile(mode="block")}, {}, "without a C++ compiler"),
+    "data.pin": ({"data": Data(pin=True)}, {}, "without a GPU"),
+    "data.prefetch": (
+        {"data": Data(workers=1, prefetch=0)},
+        {"data": Data(workers=1, prefetch=1)},
+        "prefetch = 0 with 1 workers",
+    ),
+    "comm.env": ({"comm": Comm(env={"PATH": "/"})}, {"comm": Comm(env={"NCCL_DEBUG": "INFO"})}, "'PATH'"),
+}
+SPECS = {"workload.separate": replace(SPEC, family="module"), "loss.chunked": replace(SPEC, family="gemma2")}
+CLUSTERS = {"compile.compiler": cpus(has_compiler=False), "data.pin": cpus()}
+
+
+def test_every_rule_has_a_case_and_codes_are_unique():
+    assert [rule.code for rule in RULES] == list(CASES)
+    assert len(rules_table()) == len(RULES)
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_a_rule_refuses_with_value_rule_and_fix(code):
+    broken, neighbour, words = CASES[code]
+    rule = next(rule for rule in RULES if rule.code == code)
+    found = {v.code: v for v in check(plan_of(**broken), SPECS.get(code, SPEC), CLUSTERS.get(code, gpus()))}
+    assert code in found, found
+    assert words in found[code].message
+    assert found[code].message.endswith(rule.statement)
+    assert found[code].fix == rule.fix
+    assert check(plan_of(**neighbour), SPEC, gpus()) == ()
+
+
+def test_rules_about_model_and_cluster_are_silent_without_them():
+    for code in ("layout.devices", "workload.sequence", "model.digest", "compile.compiler", "data.pin", "loss.chunked"):
+        assert check(plan_of(**CASES[code][0])) == ()
+
+
+def test_ranks_of_a_cpu_host_are_not_devices():
+    four = {"layout": Layout(dp_replicate=4), "shard": Shard(carrier="ddp"), "batch": Batch(micro_batch=2)}
+    assert check(plan_of(**four), SPEC, cpus(num=2)) == ()
+
+
+def test_require_names_everything_at_once():
+    plan = plan_of(**TWO, pipeline=Pipeline(schedule="gpipe"), precision=Precision(block="bf16"))
+    with pytest.raises(RuleBroken) as caught:
+        require(plan)
+    assert "gpipe" in caught.value.message
+    assert "block bf16" in caught.value.message
+    assert caught.value.exit_code == 3
+    require(plan_of())
+
+
+def test_settings_without_effect_are_told():
+    assert inert(plan_of()) == ()
+    assert inert(plan_of(optimizer=Optimizer(implementation="loop"))) == ()
+    for part, words in [
+        ({"loss": Loss(chunk_tokens=8)}, "loss.chunk_tokens = 8"),
+        ({"overlap": Overlap(prefetch=2)}, "overlap.prefetch = 2"),
+        ({"overlap": Overlap(bucket_bytes=1)}, "bucket_bytes = 1"),
+        ({"data": Data(prefetch=4)}, "data.prefetch = 4"),
+        ({"recompute": Recompute(every=2)}, "recompute.every = 2"),
+        ({"comm": Comm(env={"NCCL_DEBUG": "INFO"})}, "NCCL_DEBUG"),
+    ]:
+        (found,) = inert(plan_of(**part))
+        assert words in found
+    assert inert(plan_of(**TWO, overlap=Overlap(prefetch=2))) == ()
+    assert inert(plan_of(**DDP, overlap=Overlap(bucket_bytes=1))) == ()
