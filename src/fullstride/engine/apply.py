@@ -1,0 +1,126 @@
+"""How a Plan is applied to a model, in order. Start reading here.
+
+    1. look       find embedding, blocks, norm and head; refuse what this model and this Plan cannot do together
+    2. recompute  replace the forward of the chosen blocks by one that makes activations again
+    3. compile    compile each block's forward, recomputation inside
+    4. loss       let the head return the loss, if it is to be computed in chunks
+    5. weights    unit by unit: make them (from a file, or from seed and name), then shard them
+    6. precision  keep compute copies beside the masters
+    7. optimizer  make its states
+
+The model's modules, parameter names and code stay as they were; only some instances' `forward` are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullstride.engine.anatomy import Anatomy, Role, Unit, find, head_is_last, units
+from fullstride.engine.build import weights_directory
+from fullstride.engine.compiling import compile_blocks, require_compiler
+from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
+from fullstride.engine.load_weights import WeightFiles
+from fullstride.engine.loss import ChunkedHead, altered_logits, chunked_head
+from fullstride.engine.memory.recompute import apply_recompute
+from fullstride.engine.optimizer import AdamW
+from fullstride.engine.parallel.shard import Carrier, carry
+from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders
+from fullstride.errors import RuleBroken
+from fullstride.plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A model with its Plan applied."""
+
+    anatomy: Anatomy
+    carrier: Carrier
+    weights: Weights
+    optimizer: AdamW
+    head: ChunkedHead | None
+
+
+def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
+    """Apply a Plan to a model, in place.
+
+    Args:
+        model: unmodified; parameters on meta are made here, real ones are kept (rank 0's values, on all ranks).
+        plan: allowed by `plan.rules`.
+        device: this rank's.
+
+    Raises:
+        BadInput: the model has no list of blocks, or weights that do not fit it.
+        RuleBroken: this model and this Plan do not go together.
+        EnvironmentFault: nothing can be compiled here.
+    """
+    anatomy = find(model)
+    _refuse(model, anatomy, plan, device)
+    apply_recompute(model, anatomy, plan.recompute)
+    compiled = plan.compile.mode == "block"
+    if compiled:
+        compile_blocks(model, anatomy)
+    head = None
+    if plan.loss.kind == "chunked":
+        wide = TORCH_DTYPE[plan.precision.loss]
+        head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
+    parts = units(model, anatomy)
+    maker = _Maker(model, parts, plan, device)
+    carrier = carry(model, parts, plan, device, maker.make)
+    weights = Weights(model, plan, maker.roles)
+    if weights.cast:
+        cast_at_borders(parts, plan.precision)
+    optimizer = AdamW(weights, plan.recipe, plan.optimizer.implementation)
+    return Applied(anatomy=anatomy, carrier=carrier, weights=weights, optimizer=optimizer, head=head)
+
+
+class _Maker:
+    """Gives units their weights, each parameter once."""
+
+    def __init__(self, model: nn.Module, parts: tuple[Unit, ...], plan: Plan, device: torch.device) -> None:
+        self._model = model
+        self._plan = plan
+        self._device = device
+        self._places = places_of(model)
+        self._old = dict(zip((unit.name for unit in parts), parameters_by_unit(parts), strict=True))
+        folder = weights_directory(plan.model.source)
+        base = getattr(model, "base_model_prefix", "")
+        self._files = WeightFiles(folder, f"{base}." if base else "") if folder else None
+        self.roles: dict[int, Role] = {}
+
+    def make(self, unit: Unit) -> None:
+        """Memory, then values: from a file, from seed and name, or the user's own."""
+        old = self._old[unit.name]
+        absent = {id(p) for p in old if p.is_meta}
+        made = materialise(old, self._places, self._device, TORCH_DTYPE[self._plan.precision.master])
+        fresh = {id(made[key]) for key in absent}
+        self.roles |= {id(p): unit.role for p in made.values()}
+        if self._files is None:
+            initialise(self._model, unit, fresh, self._places, self._plan.recipe.seed)
+        for param in made.values():
+            if id(param) in fresh and self._files is not None:
+                self._files.load([name for _, _, name in self._places[id(param)]], param)
+            elif id(param) not in fresh and dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(param.data, src=0)  # the user's own values: all ranks start from rank 0's
+
+
+def _refuse(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.device) -> None:
+    """What can only be known with the model and the device at hand."""
+    if plan.compile.mode == "block":
+        require_compiler(device)
+    if plan.loss.kind == "chunked" and head_is_last(model, anatomy) is False:
+        raise altered_logits()
+    if plan.workload.documents == "separate" and not hasattr(model, "get_input_embeddings"):
+        raise RuleBroken(
+            f"workload.documents is separate, but {type(model).__name__} is no transformers model, whose attention can be told",
+            fix="set workload.documents = 'across'",
+        )
+    precision = plan.precision
+    if anatomy.tied and precision.cast == "weights" and precision.embedding != precision.head:
+        raise RuleBroken(
+            f"precision: embedding is {precision.embedding}, head {precision.head}, but this model ties them",
+            fix="set both to the same",
+        )

@@ -1,0 +1,105 @@
+"""From the name of a model to the model itself, with parameters that hold no memory yet.
+
+Parameters are on the meta device; buffers (rotary tables and the like) are real, because models compute them when they are
+built and no initialiser makes them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullstride.errors import BadInput
+from fullstride.model.source import config_of, is_module_source
+
+_DROPPED = ("torch_dtype", "dtype", "transformers_version", "architectures", "_name_or_path", "quantization_config")
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within it, every parameter that a module registers is moved to the meta device; buffers stay real.
+
+    One parameter at a time is real while it is made, so building needs no more memory than the largest tensor.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # A parameter that is on meta already may be shared with another module: it must stay the same object.
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_model(source: str) -> nn.Module:
+    """The unmodified model: parameters on meta in fp32, buffers real.
+
+    Args:
+        source: a preset, a `config.json`, a model directory, or `file.py:function` / `module:function` that returns an
+            `nn.Module`. Nothing is downloaded.
+
+    Raises:
+        BadInput: the source is unknown, or transformers does not know the architecture.
+    """
+    if is_module_source(source):
+        from fullstride.engine.build_source import load_factory
+
+        factory = load_factory(source)
+        with parameters_on_meta():
+            model = factory()
+        if not isinstance(model, nn.Module):
+            raise BadInput(f"{source}: returned a {type(model).__name__}", fix="return a torch.nn.Module")
+        return model
+    config = config_of(source)
+    if config is None:
+        raise BadInput(
+            f"{source}: is no preset, config.json, model directory or file.py:function",
+            fix="check the spelling; `fullstride plan --help` lists the presets",
+        )
+    return from_config(config, source)
+
+
+def from_config(config: dict[str, Any], where: str) -> nn.Module:
+    """A causal language model of transformers from the content of its `config.json`.
+
+    Attention goes through torch's scaled dot-product attention; no cache of keys is kept.
+
+    Raises:
+        BadInput: transformers does not know the architecture, or the numbers do not fit together.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kept = {key: value for key, value in config.items() if key not in _DROPPED}
+    kind = kept.pop("model_type", None)
+    if not kind:
+        raise BadInput(f"{where}: has no model_type", fix="give a Hugging Face config.json")
+    try:
+        settings = AutoConfig.for_model(kind, **kept)
+        settings.use_cache = False
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInput(
+            f"{where}: transformers cannot build model_type {kind!r} ({line})", fix="check model_type and the sizes"
+        ) from None
+    module: nn.Module = model
+    return module
+
+
+def weights_directory(source: str) -> Path | None:
+    """The folder whose safetensors the source brings along, or None when training starts from scratch."""
+    path = Path(source)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return path
+    return None

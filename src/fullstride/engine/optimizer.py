@@ -1,0 +1,166 @@
+"""AdamW on the parts that a rank holds, with exact clipping by the global norm.
+
+Decoupled weight decay after Loshchilov and Hutter (2019), on matrices only. The clip factor goes into the fused kernel as its
+gradient scale, so that clipping costs no pass of its own, and a norm that is not finite skips the update on the device, so that
+nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim.adamw import adamw
+
+from fullstride.engine.precision import Weights, local
+from fullstride.plan.plan import Recipe
+
+_PIECE_ELEMENTS = 64 * 2**20
+"""Gradients are widened, where weights are cast, this many elements at a time."""
+
+
+def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+    """The 2-norm over all gradients, summed in fp32 or wider.
+
+    Args:
+        grads: this rank's parts; each element of the model's gradient on exactly one rank of `group`.
+        group: ranks that hold parts; None if this rank holds all.
+        device: where the result lies when there are no gradients.
+
+    Returns:
+        A scalar on the device, equal on all ranks.
+    """
+    parts = [grad for grad in grads if grad.numel()]
+    wide = torch.promote_types(parts[0].dtype, torch.float32) if parts else torch.float32
+    total = torch.zeros((), dtype=wide, device=device)
+    if parts:
+        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=wide)))
+    if group is not None:
+        total = total.square()
+        dist.all_reduce(total, group=group)
+        total = total.sqrt()
+    return total
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW over a model's masters; its states exist from the start.
+
+    `step()` is for hand-written loops and steps unclipped; `update` does what a Run needs. Bias correction follows
+    `num_steps`, skipped steps included, so that a step number restores it.
+    """
+
+    def __init__(self, weights: Weights, recipe: Recipe, implementation: Literal["fused", "foreach", "loop"]) -> None:
+        """Make zero moments for every trainable parameter."""
+        self._weights = weights
+        self._implementation = implementation
+        trainable = [i for i, p in enumerate(weights.params) if p.requires_grad]
+        self._groups = [[i for i in trainable if (weights.params[i].ndim >= 2) is matrices] for matrices in (True, False)]
+        groups: list[dict[str, Any]] = [
+            {"params": [weights.masters[i] for i in members], "weight_decay": decay}
+            for members, decay in zip(self._groups, (recipe.weight_decay, 0.0), strict=True)
+            if members
+        ]
+        self._groups = [members for members in self._groups if members]
+        super().__init__(groups, {"lr": recipe.learning_rate, "betas": (recipe.beta1, recipe.beta2), "eps": recipe.eps})
+        self.num_steps = 0
+        device = local(weights.masters[0]).device
+        # One vector, one view a parameter: a single kernel sets them all.
+        self._counts = torch.zeros(len(weights.params), device=device)
+        for index in trainable:
+            master = weights.masters[index]
+            self.state[master] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+
+    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`exp_avg` and `exp_avg_sq` of parameter `index`, live; None if it is frozen."""
+        state = self.state.get(self._weights.masters[index])
+        return (state["exp_avg"], state["exp_avg_sq"]) if state else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients (they are always set to None)."""
+        self._weights.clear()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update once from the gradients as they are.
+
+        Args:
+            closure: called first, with gradients enabled, as torch's optimizers do.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(None, None)
+        return loss
+
+    @torch.no_grad()
+    def update(self, divisor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Update once.
+
+        Args:
+            divisor: scalar on the device by which gradients are divided first.
+            found_inf: scalar on the device; 1 leaves weights and moments as they are.
+        """
+        if self._implementation != "fused" and found_inf is not None and bool(found_inf):
+            self.num_steps += 1  # the plain implementations cannot skip on the device: this waits for it
+            return
+        self._counts.fill_(self.num_steps)
+        counts = self._counts.unbind()
+        for group, members in zip(self.param_groups, self._groups, strict=True):
+            for piece in self._pieces(members):
+                self._update_piece(group, piece, counts, divisor, found_inf)
+        self.num_steps += 1
+
+    def _pieces(self, members: list[int]) -> Iterator[list[int]]:
+        """Parameters that have a gradient, all at once or, where it must be widened, some at a time."""
+        piece, size = [], 0
+        for index in members:
+            grad = self._weights.gradient(index)
+            if grad is None or not grad.numel():
+                continue
+            piece.append(index)
+            size += grad.numel()
+            if self._weights.cast and size >= _PIECE_ELEMENTS:
+                yield piece
+                piece, size = [], 0
+        if piece:
+            yield piece
+
+    def _update_piece(
+        self,
+        group: dict[str, Any],
+        piece: list[int],
+        counts: tuple[torch.Tensor, ...],
+        divisor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        weights = self._weights
+        masters = [local(weights.masters[i]) for i in piece]
+        found = [weights.gradient(i) for i in piece]
+        grads = [g.to(m.dtype) for g, m in zip(found, masters, strict=True) if g is not None]
+        states = [self.state[weights.masters[i]] for i in piece]
+        # The fused kernel takes its scale in fp32: in fp64 that would round.
+        inside = self._implementation == "fused" and masters[0].dtype == torch.float32
+        if divisor is not None and not inside:
+            torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+        adamw(
+            masters,
+            grads,
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [counts[i] for i in piece],
+            foreach=self._implementation == "foreach",
+            fused=self._implementation == "fused",
+            grad_scale=divisor.float() if divisor is not None and inside else None,
+            found_inf=found_inf if self._implementation == "fused" else None,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        weights.publish(piece)

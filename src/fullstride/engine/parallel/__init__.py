@@ -1,0 +1,1 @@
+"""How a model is laid over ranks: one file for each way."""

@@ -1,0 +1,282 @@
+"""Law 2: whatever a Plan does, the numbers are those of one process with the unmodified model.
+
+    python -m fullstride.engine.parity --draws 20 --ranks 2 --seed 0
+
+draws models and Plans, runs each on gloo processes of its own, and compares loss, every gradient, the gradient norm and the
+weights after three steps with a plain loop: `torch.optim.AdamW`, one forward over all samples, no part of the engine but the
+initial weights. Ends with `N passed, M failed` and exit code 0 only if none failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullstride.engine.anatomy import find, logits_of, units
+from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
+from fullstride.engine.loss import IGNORED
+from fullstride.engine.parity_cases import Case, draw_cases, model_of
+from fullstride.engine.precision import TORCH_DTYPE
+from fullstride.engine.run import prepare
+from fullstride.engine.schedule import learning_rate
+from fullstride.files import Value
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far a Plan's numbers may stand from the reference's."""
+
+    loss: float
+    """Relative."""
+    gradient: float
+    """Of the tensor's largest entry."""
+    norm: float
+    """Relative."""
+    weight: float
+    """Of the learning rate."""
+
+
+TOLERANCES = {
+    "fp64": Tolerance(loss=1e-9, gradient=1e-9, norm=1e-9, weight=1e-6),
+    "fp64 with norms in fp32": Tolerance(loss=1e-6, gradient=1e-5, norm=1e-5, weight=1e-2),
+    "fp32": Tolerance(loss=1e-6, gradient=2e-5, norm=1e-5, weight=0.1),
+}
+"""The one table of tolerances. The middle row is for models that widen norms or angles to fp32 themselves."""
+
+
+class Outcome(Value, frozen=True, kw_only=True):
+    """What came of a case."""
+
+    name: str
+    errors: tuple[str, ...]
+    """Empty if it passed."""
+
+
+class Record(dict[str, torch.Tensor]):
+    """Numbers of a run by name: `loss/STEP`, `norm/STEP`, `gradient/STEP/NAME`, `weight/NAME`."""
+
+
+def batches(case: Case) -> list[dict[str, torch.Tensor]]:
+    """The world's samples for each step: random tokens, labels masked unevenly, one sample in four not counted at all."""
+    generator = torch.Generator().manual_seed(case.seed)
+    samples, length = case.plan.workload.samples_per_step, case.plan.workload.sequence_length
+    made = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, case.vocab, (samples, length), generator=generator)
+        keep = torch.rand((samples, length), generator=generator) < torch.rand((samples, 1), generator=generator)
+        keep[:: 4 if samples > 1 else 2] = False
+        keep[-1, -3:] = True
+        made.append({"input_ids": ids, "labels": torch.where(keep, ids, IGNORED)})
+    return made
+
+
+def fresh_model(case: Case) -> nn.Module:
+    """The unmodified model with its initial weights, whole, on the CPU."""
+    model = model_of(case)
+    dtype = TORCH_DTYPE[case.plan.precision.master]
+    places, parts = places_of(model), units(model, find(model))
+    for unit, old in zip(parts, parameters_by_unit(parts), strict=True):
+        made = materialise(old, places, torch.device("cpu"), dtype)
+        initialise(model, unit, {id(p) for p in made.values()}, places, case.plan.recipe.seed)
+    return model.train()
+
+
+def reference(case: Case) -> Record:
+    """The plain loop: one process, all samples at once."""
+    model, recipe, found = fresh_model(case), case.plan.recipe, Record()
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, foreach=False
+    )
+    for step, batch in enumerate(batches(case)):
+        logits = logits_of(model(batch["input_ids"]))[:, :-1]
+        target = batch["labels"][:, 1:]
+        loss = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found |= {f"gradient/{step}/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm or math.inf)
+        found[f"loss/{step}"], found[f"norm/{step}"] = loss.detach(), norm.detach()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, recipe)
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {f"weight/{n}": p.detach() for n, p in named.items()}
+    return found
+
+
+def planned(case: Case) -> Record:
+    """The same through the Plan, on this rank; all ranks must call it."""
+    run, found = prepare(model_of(case), case.plan, device="cpu"), Record()
+    update, weights = run._update, run._weights
+
+    def spy() -> tuple[torch.Tensor, float]:
+        for index, name in enumerate(weights.names):
+            grad = weights.params[index].grad
+            grad = grad if isinstance(grad, DTensor) else weights.gradient(index)
+            if grad is not None:
+                found[f"gradient/{run.step_index}/{name}"] = whole(grad)
+        return update()
+
+    run._update = spy  # type: ignore[method-assign]
+    for step, batch in enumerate(batches(case)):
+        out = run.step({name: tensor[share(case, run.data_rank)] for name, tensor in batch.items()})
+        found[f"loss/{step}"], found[f"norm/{step}"] = torch.tensor(out.loss), torch.tensor(out.grad_norm)
+    for key, tensor in run.state().items():
+        if key.startswith("weights/"):
+            found[key.replace("weights/", "weight/")] = whole(tensor)
+    run.close()
+    return found
+
+
+def share(case: Case, data_rank: int) -> slice:
+    """The samples of a step that a data-parallel rank takes."""
+    count = case.plan.batch.micro_batch * case.plan.batch.accumulation
+    return slice(data_rank * count, (data_rank + 1) * count)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the full tensor, gathered from all ranks where it is sharded."""
+    full: torch.Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full.clone()
+
+
+def differences(case: Case, wanted: Record, found: Record) -> tuple[str, ...]:
+    """One line for each number that strays; empty if none does."""
+    precise = case.plan.precision.master == "fp64"
+    limit = TOLERANCES["fp32" if not precise else "fp64 with norms in fp32" if case.widens else "fp64"]
+    errors = []
+    if set(wanted) != set(found):
+        odd = sorted(set(wanted) ^ set(found))
+        errors.append(f"only on one side: {', '.join(odd[:4])}")
+    for key in sorted(set(wanted) & set(found)):
+        kind, name = key.split("/")[0], key.split("/", 1)[1]
+        away = (wanted[key].double() - found[key].double()).abs()
+        if kind == "weight":
+            away = torch.where(_determined(wanted, name, limit), away, 0.0)
+        away = float(away.max())
+        size = float(wanted[key].double().abs().max())
+        allowed = getattr(limit, kind) * (case.plan.recipe.learning_rate if kind == "weight" else size)
+        if not away <= allowed:  # NaN fails too
+            errors.append(f"{key}: off by {away:.3g}, allowed {allowed:.3g}")
+    return tuple(errors)
+
+
+def _determined(wanted: Record, name: str, limit: Tolerance) -> torch.Tensor:
+    """Entries of a weight whose gradient stands clear of rounding in every step.
+
+    Adam divides by the gradient's own size: where exact arithmetic gives zero (the bias of keys, say, to which softmax is
+    blind) the update is rounding noise blown up to the learning rate, in the reference as well.
+    """
+    clear = torch.ones_like(wanted[f"weight/{name}"], dtype=torch.bool)
+    for step in range(STEPS):
+        grad = wanted.get(f"gradient/{step}/{name}")
+        if grad is not None:
+            clear &= (grad == 0) | (grad.abs() > 10 * limit.gradient * grad.abs().max())
+    return clear
+
+
+def check_case(case: Case) -> Outcome:
+    """Run a case on this rank and compare; every rank computes the reference, and any rank's error counts."""
+    try:
+        errors = differences(case, reference(case), planned(copy.deepcopy(case)))
+    except Exception as error:  # a case that cannot run has failed; the others go on
+        line = f"{type(error).__name__}: {error}"
+        errors = (line[:500],)
+    if dist.is_initialized():
+        gathered: list[tuple[str, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(gathered, errors)
+        errors = tuple(f"rank {rank}: {line}" for rank, lines in enumerate(gathered) for line in lines)
+    return Outcome(name=case.name, errors=errors)
+
+
+def run_cases(cases: tuple[Case, ...], ranks: int, *, timeout_seconds: float = 240.0) -> tuple[Outcome, ...]:
+    """Run cases made for `ranks` ranks in one group of fresh processes.
+
+    A process that dies or hangs fails the cases that it had not finished; it takes nothing else with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "cases.json").write_bytes(msgspec.json.encode(cases))
+        command = [sys.executable, "-m", "fullstride.engine.parity", "--ranks", str(ranks), "--folder", folder]
+        processes = [
+            subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
+        deadline, said = time.monotonic() + timeout_seconds, ""
+        for process in processes:
+            try:
+                _, text = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+                said = said or (text.strip()[-300:] if process.returncode else "")
+            except subprocess.TimeoutExpired:
+                said = said or f"no answer within {timeout_seconds:.0f} s"
+        for process in processes:
+            process.kill()
+            process.communicate()
+        done = {o.name: o for p in Path(folder).glob("outcome-*") for o in [msgspec.json.decode(p.read_bytes(), type=Outcome)]}
+    return tuple(done.get(c.name, Outcome(name=c.name, errors=(said or "no outcome",))) for c in cases)
+
+
+def _work(folder: Path, rank: int, ranks: int) -> None:
+    """What one of the processes does."""
+    torch.set_num_threads(1)
+    cases = msgspec.json.decode((folder / "cases.json").read_bytes(), type=tuple[Case, ...])
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=60),
+        )
+    for index, case in enumerate(cases):
+        outcome = check_case(case)
+        if rank == 0:
+            (folder / f"outcome-{index:04d}").write_bytes(msgspec.json.encode(outcome))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m fullstride.engine.parity", description=__doc__)
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.folder:
+        _work(Path(asked.folder), asked.rank, asked.ranks)
+        return 0
+    cases = draw_cases(random.Random(asked.seed), asked.draws, asked.ranks)
+    outcomes = run_cases(cases, asked.ranks, timeout_seconds=60 + 20.0 * asked.draws)
+    for outcome in outcomes:
+        print("pass" if not outcome.errors else "FAIL", outcome.name, *outcome.errors[:3], sep="  ")
+    failed = sum(bool(outcome.errors) for outcome in outcomes)
+    print(f"{len(outcomes) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Models and Plans for the parity check, and the drawing of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullstride.engine.build import from_config, parameters_on_meta
+from fullstride.files import Value
+from fullstride.plan.plan import (
+    Batch,
+    Layout,
+    Loss,
+    ModelRef,
+    Plan,
+    Precision,
+    Recipe,
+    Recompute,
+    Shard,
+    Workload,
+)
+from fullstride.plan.rules import check
+
+LENGTH = 12
+"""Tokens of a sample."""
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61, "max_position_embeddings": 32}
+_LLAMA_LIKE = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA_LIKE, "model_type": "llama"},
+    "qwen3": {**_LLAMA_LIKE, "model_type": "qwen3", "head_dim": 8},
+    "gemma": {**_LLAMA_LIKE, "model_type": "gemma", "head_dim": 8},
+    "phi": {**_LLAMA_LIKE, "model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 32,
+        "vocab_size": 61,
+        "initializer_range": 0.2,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "mixtral": {**_LLAMA_LIKE, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
+    "plain": {"vocab_size": 61},
+}
+"""Small models by family; `plain` is an nn.Module of this file. Vocabulary and experts divide by no number of ranks."""
+WIDENING = frozenset({"llama", "qwen3", "gemma", "phi", "mixtral"})
+"""Families whose own code computes norms or rotary angles in fp32, so that fp64 is not fp64 throughout."""
+
+
+class Case(Value, frozen=True, kw_only=True):
+    """A model, a Plan and the seed of its data."""
+
+    name: str
+    family: str
+    tied: bool
+    seed: int
+    plan: Plan
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return int(FAMILIES[self.family]["vocab_size"])
+
+    @property
+    def widens(self) -> bool:
+        """Whether the model itself computes parts in fp32."""
+        return self.family in WIDENING
+
+
+class _PlainBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, width = x.shape
+        parts = self.qkv(self.norm(x)).view(samples, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+
+
+class PlainModel(nn.Module):
+    """A language model that owes nothing to transformers: int64 [samples, seq] to logits [samples, seq, vocab]."""
+
+    def __init__(self, vocab: int = 61, width: int = 32, depth: int = 3, *, tied: bool = False) -> None:
+        """Make `depth` blocks of `width`."""
+        super().__init__()
+        self.table = nn.Embedding(vocab, width)
+        self.stack = nn.ModuleList(_PlainBlock(width) for _ in range(depth))
+        self.last_norm = nn.LayerNorm(width)
+        self.to_vocab = nn.Linear(width, vocab, bias=not tied)
+        if tied:
+            self.to_vocab.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of every position."""
+        x = self.table(tokens)
+        for block in self.stack:
+            x = block(x)
+        logits: torch.Tensor = self.to_vocab(self.last_norm(x))
+        return logits
+
+
+def model_of(case: Case) -> nn.Module:
+    """The unmodified model of a case, parameters on meta."""
+    if case.family == "plain":
+        with parameters_on_meta():
+            return PlainModel(tied=case.tied)
+    return from_config({**FAMILIES[case.family], "tie_word_embeddings": case.tied}, case.family)
+
+
+def make_case(
+    family: str,
+    *,
+    tied: bool = False,
+    stage: int = 0,
+    ranks: int = 1,
+    replicate: int = 1,
+    accumulation: int = 1,
+    recompute: Recompute | None = None,
+    loss: Loss | None = None,
+    dtype: str = "fp64",
+    reshard: dict[str, bool] | None = None,
+    seed: int = 0,
+    micro_batch: int = 2,
+) -> Case:
+    """A case from the choices that matter; its name lists them."""
+    carrier = "none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2"
+    recompute, loss = recompute or Recompute(), loss or Loss()
+    layout = Layout(dp_replicate=ranks if stage == 0 else replicate, dp_shard=1 if stage == 0 else ranks // replicate)
+    roles = ("embedding", "block", "head", "loss", "gradient", "reduction", "master", "optimizer_state")
+    plan = Plan(
+        model=ModelRef(source="parity"),
+        workload=Workload(sequence_length=LENGTH, samples_per_step=micro_batch * accumulation * ranks),
+        recipe=Recipe(steps=10, learning_rate=1e-2, warmup_steps=2, seed=seed, clip_norm=0.5),
+        layout=layout,
+        shard=Shard(carrier=carrier, stage=stage, reshard=reshard or {}),  # type: ignore[arg-type]
+        batch=Batch(micro_batch=micro_batch, accumulation=accumulation),
+        recompute=recompute,
+        precision=Precision(**dict.fromkeys(roles, dtype)),  # type: ignore[arg-type]
+        loss=loss,
+    )
+    name = f"{family}{' tied' if tied else ''} ranks={ranks} stage={stage} replicate={layout.dp_replicate}"
+    name += f" accumulation={accumulation} recompute={recompute.mode}/{recompute.every} loss={loss.kind}"
+    name += f" {dtype} reshard={sorted((reshard or {}).items())} seed={seed}"
+    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan)
+
+
+def draw_cases(rng: random.Random, count: int, ranks: int) -> tuple[Case, ...]:
+    """Random cases that the rules allow, each for `ranks` ranks."""
+    drawn: list[Case] = []
+    while len(drawn) < count:
+        stage = rng.choice((0, 1, 2, 3)) if ranks > 1 else 0
+        case = make_case(
+            rng.choice(sorted(FAMILIES)),
+            tied=rng.random() < 0.5,
+            stage=stage,
+            ranks=ranks,
+            replicate=2 if stage and ranks % 2 == 0 and ranks > 2 and rng.random() < 0.4 else 1,
+            accumulation=rng.choice((1, 3)),
+            recompute=Recompute(mode=rng.choice(("none", "norm_activation", "full")), every=rng.choice((1, 2))),
+            loss=Loss(kind=rng.choice(("model", "chunked")), chunk_tokens=rng.choice((5, 7, 4096))),
+            dtype=rng.choice(("fp64", "fp32")),
+            reshard={"blocks": rng.random() < 0.5, "head": rng.random() < 0.5} if stage == 3 and rng.random() < 0.5 else None,
+            seed=rng.randrange(1000),
+            micro_batch=rng.choice((1, 2)),
+        )
+        if not check(case.plan):
+            drawn.append(case)
+    return tuple(drawn)

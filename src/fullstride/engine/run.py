@@ -1,0 +1,273 @@
+"""A model that has been prepared by a Plan, ready to step. `prepare` is all that a user's own loop needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullstride.engine.anatomy import logits_of
+from fullstride.engine.apply import Applied, apply_plan
+from fullstride.engine.init import seed_of
+from fullstride.engine.loss import IGNORED, shifted, token_loss_sum
+from fullstride.engine.mesh import join, pick_device
+from fullstride.engine.optimizer import AdamW, global_norm
+from fullstride.engine.precision import TORCH_DTYPE, compute_context
+from fullstride.engine.schedule import learning_rate
+from fullstride.errors import BadInput
+from fullstride.plan.plan import Plan
+from fullstride.plan.rules import require
+
+_default_threads = torch.get_num_threads()
+
+
+class StepResult:
+    """What a step came to. Values lie on the device until they are read; the first read of each waits for the step."""
+
+    def __init__(self, loss: torch.Tensor, tokens: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
+        """Hold scalars: mean loss, counted tokens, gradient norm."""
+        self._loss, self._tokens, self._norm = loss, tokens, norm
+        self.lr = lr
+        """Learning rate of this step."""
+
+    @property
+    def loss(self) -> float:
+        """Mean per token over the world."""
+        return float(self._loss)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that counted, over the world."""
+        return int(self._tokens)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm before clipping."""
+        return float(self._norm)
+
+    @property
+    def skipped(self) -> bool:
+        """The norm was not finite, and weights stayed as they were."""
+        return not bool(torch.isfinite(self._norm))
+
+
+class Run:
+    """A prepared model: steps, evaluates, hands out its state."""
+
+    def __init__(self, plan: Plan, applied: Applied, device: torch.device) -> None:
+        """Made by `prepare`."""
+        self.plan = plan
+        self.device = device
+        self.step_index = 0
+        """Optimizer steps done so far."""
+        self.on_phase: Callable[[str], contextlib.AbstractContextManager[object]] = lambda _name: contextlib.nullcontext()
+        """Called with `h2d`, `forward`, `backward` and `optimizer` around each; set it to see where time goes."""
+        self._applied = applied
+        self._carrier = applied.carrier
+        self._weights = applied.weights
+        self._ranks = plan.layout.data_parallel
+        inner = getattr(self._carrier.module, "module", self._carrier.module)
+        self._hf = hasattr(inner, "get_input_embeddings")
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call in a hand-written loop (under DDP its wrapper)."""
+        return self._carrier.module
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model itself, without a wrapper."""
+        inner = self._carrier.module
+        return inner.module if self.plan.shard.carrier == "ddp" else inner
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's samples is this rank's: 0 to the data-parallel degree - 1."""
+        return self._carrier.data_rank
+
+    @property
+    def optimizer(self) -> AdamW:
+        """For a hand-written loop: `step()` updates from the gradients as they are, `zero_grad()` forgets them."""
+        return self._applied.optimizer
+
+    def step(self, batch: dict[str, torch.Tensor]) -> StepResult:
+        """One optimizer update.
+
+        Args:
+            batch: this rank's samples of the whole step. `input_ids` int64 [samples, seq]; `labels` likewise, -100 where
+                not counted, not shifted; with separate documents `document_ids` int64 [samples, seq].
+
+        Raises:
+            BadInput: another number of samples than the Plan's, or a tensor is missing.
+        """
+        micro, count = self.plan.batch.micro_batch, self.plan.batch.accumulation
+        self._check(batch, micro * count)
+        with self.on_phase("h2d"):
+            ids, labels, documents = self._on_device(batch)
+        tokens = self._world_sum((labels != IGNORED).sum())
+        scale = self._ranks / tokens.clamp(min=1).to(TORCH_DTYPE[self.plan.precision.loss])
+        total = torch.zeros_like(scale)
+        for index in range(count):
+            part = slice(index * micro, (index + 1) * micro)
+            with self._carrier.micro_batch(index == count - 1):
+                with self.on_phase("forward"):
+                    loss = self._forward(ids[part], labels[part], None if documents is None else documents[part], scale)
+                with self.on_phase("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        with self.on_phase("optimizer"):
+            norm, lr = self._update()
+        return StepResult(self._world_sum(total) / self._ranks, tokens, norm, lr)
+
+    def _check(self, batch: dict[str, torch.Tensor], samples: int) -> None:
+        wanted = ["input_ids", "labels"] + (["document_ids"] if self.plan.workload.documents == "separate" else [])
+        for name in wanted:
+            if name not in batch:
+                raise BadInput(f"the batch has no {name!r} (it has {', '.join(batch) or 'nothing'})", fix=f"add {name}")
+        found = batch["input_ids"].shape[0]
+        if found != samples:
+            raise BadInput(
+                f"the batch holds {found} samples, the plan takes {samples} a rank and step (micro_batch x accumulation)",
+                fix="hand over this rank's share of the step",
+            )
+
+    def _on_device(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        documents = moved.get("document_ids") if self.plan.workload.documents == "separate" else None
+        return moved["input_ids"], shifted(moved["labels"]), documents
+
+    def _forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """Scaled loss sum of a micro-batch."""
+        head = self._applied.head
+        if head is not None:
+            head.arm(labels, scale)
+        extra = {} if documents is None else {"position_ids": positions_in_documents(documents)}
+        with compute_context(self.plan, self.device):
+            output = self._carrier.module(input_ids=ids, **extra) if self._hf else self._carrier.module(ids)
+        if head is not None:
+            return head.take(logits_of(output))
+        return token_loss_sum(logits_of(output), labels, TORCH_DTYPE[self.plan.precision.loss]) * scale
+
+    def _update(self) -> tuple[torch.Tensor, float]:
+        """Clip, step, forget gradients."""
+        recipe, optimizer = self.plan.recipe, self._applied.optimizer
+        found = [self._weights.gradient(index) for index in range(len(self._weights.params))]
+        grads = [grad for grad in found if grad is not None]
+        norm = global_norm(grads, self._carrier.shard_group, self.device)
+        divisor = None
+        if recipe.clip_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does, its 1e-6 included
+            divisor = ((norm + 1e-6) / recipe.clip_norm).clamp(min=1.0)
+        lr = learning_rate(self.step_index, recipe)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.update(divisor, (~torch.isfinite(norm)).float())
+        self._weights.clear()
+        self.step_index += 1
+        return norm, lr
+
+    def _world_sum(self, value: torch.Tensor) -> torch.Tensor:
+        if self._carrier.world is not None:
+            dist.all_reduce(value, group=self._carrier.world)
+        return value
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
+        """Loss on held-out samples, nothing learned.
+
+        Args:
+            batch: as for `step`, any number of samples, equal on all ranks.
+
+        Returns:
+            Sum of the loss over the counted tokens of all ranks, and their number.
+        """
+        ids, labels, documents = self._on_device(batch)
+        one = torch.ones((), dtype=TORCH_DTYPE[self.plan.precision.loss], device=self.device)
+        total = torch.zeros_like(one)
+        module = self._carrier.module
+        module.eval()
+        for start in range(0, ids.shape[0], self.plan.batch.micro_batch):
+            part = slice(start, start + self.plan.batch.micro_batch)
+            total += self._forward(ids[part], labels[part], None if documents is None else documents[part], one)
+        module.train()
+        self._carrier.reshard()
+        return float(self._world_sum(total)), int(self._world_sum((labels != IGNORED).sum()))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names."""
+        found: dict[str, torch.Tensor] = {}
+        for index, name in enumerate(self._weights.names):
+            found[f"weights/{name}"] = self._weights.masters[index].detach()
+            moments = self._applied.optimizer.moments(index)
+            if moments is not None:
+                found[f"exp_avg/{name}"], found[f"exp_avg_sq/{name}"] = moments
+        return found
+
+    def after_load(self, step_index: int) -> None:
+        """Call it after `state()`'s tensors were filled from a checkpoint made after `step_index` steps."""
+        self.step_index = step_index
+        self._applied.optimizer.num_steps = step_index
+        self._carrier.reshard()
+        self._weights.publish()
+
+    def save(self, folder: Path | str) -> None:
+        """Write a checkpoint into `folder`, whole or not at all."""
+        from fullstride.engine.checkpoint import save_run
+
+        save_run(self, Path(folder))
+
+    def close(self) -> None:
+        """Let go of model, optimizer and gradients; the Run cannot be used afterwards."""
+        self._weights.clear()
+        self._weights.close()
+        self._applied.optimizer.state.clear()
+        del self._applied, self._carrier, self._weights
+
+
+def positions_in_documents(documents: torch.Tensor) -> torch.Tensor:
+    """Positions that start again at each document, by which transformers keeps documents apart.
+
+    Args:
+        documents: int64 [samples, seq], equal within a document.
+
+    Returns:
+        int64 [samples, seq].
+    """
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def prepare(model: nn.Module, plan: Plan, *, device: str | torch.device | None = None) -> Run:
+    """Apply a Plan to a model; the model is changed in place and belongs to the Run from then on.
+
+    Under torchrun the process group is joined, or made if there is none. Parameters on the meta device get their weights
+    here: from the Plan's model directory, or from its seed and their names.
+
+    Args:
+        model: an unmodified causal language model of transformers, or an `nn.Module` with a list of blocks that maps
+            int64 [samples, seq] to logits [samples, seq, vocab].
+        plan: how.
+        device: this rank's; by default its GPU, else the CPU.
+
+    Raises:
+        RuleBroken: the Plan breaks a rule, or does not go with this model.
+        BadInput: the model's parts were not found, or another number of ranks is running.
+        EnvironmentFault: the machine lacks what the Plan needs.
+    """
+    require(plan)
+    place = pick_device(device)
+    join(plan, place)
+    if place.type == "cpu":
+        torch.set_num_threads(plan.threads.compute or _default_threads)
+    applied = apply_plan(model, plan, place)
+    applied.carrier.module.train()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(seed_of(plan.recipe.seed, f"rank {rank}"))
+    return Run(plan, applied, place)

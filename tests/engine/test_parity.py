@@ -1,0 +1,75 @@
+"""Law 2: loss, gradients, norm and weights are those of a plain loop with the unmodified model, whatever the Plan."""
+
+import random
+
+import pytest
+import torch
+
+from fullstride.engine.parity import Record, differences, draw_cases, run_cases
+from fullstride.engine.parity_cases import make_case
+from fullstride.plan.plan import Loss, Recompute
+
+FULL, PART = Recompute(mode="full"), Recompute(mode="norm_activation")
+CHUNKS = Loss(kind="chunked", chunk_tokens=7)
+
+CASES = {
+    1: (
+        make_case("llama", dtype="fp32", accumulation=3, recompute=PART, loss=CHUNKS),
+        make_case("gpt2", tied=True, accumulation=3, recompute=FULL),
+        make_case("gpt2", loss=CHUNKS, recompute=Recompute(mode="norm_activation", every=2)),
+        make_case("plain", accumulation=3, loss=CHUNKS),
+        make_case("plain", tied=True, recompute=PART, loss=CHUNKS, seed=3),
+        make_case("gemma", tied=True, loss=CHUNKS),
+        make_case("mixtral", recompute=FULL),
+        make_case("phi", dtype="fp32", loss=CHUNKS),
+    ),
+    2: (
+        make_case("gpt2", tied=True, ranks=2, accumulation=3),
+        make_case("gpt2", tied=True, ranks=2, stage=1, accumulation=3, recompute=PART, loss=CHUNKS),
+        make_case("gpt2", tied=True, ranks=2, stage=2, accumulation=3, recompute=FULL),
+        make_case("plain", ranks=2, stage=3, accumulation=3, recompute=FULL, loss=CHUNKS),
+        make_case("llama", ranks=2, stage=3, recompute=PART, reshard={"blocks": False, "head": False}),
+        make_case("qwen3", tied=True, ranks=2, stage=3, dtype="fp32", reshard={"model.layers.1": False}),
+        make_case("mixtral", ranks=2, stage=2, accumulation=3, dtype="fp32"),
+    ),
+    3: (
+        make_case("plain", ranks=3, accumulation=3, micro_batch=1),
+        make_case("plain", tied=True, ranks=3, stage=1, accumulation=3, micro_batch=1),
+        make_case("plain", ranks=3, stage=2, micro_batch=1, recompute=PART),
+        make_case("gpt2", tied=True, ranks=3, stage=3, micro_batch=1, accumulation=3, loss=CHUNKS),
+    ),
+    4: (
+        make_case("plain", ranks=4, micro_batch=1),
+        make_case("plain", ranks=4, stage=1, replicate=2, accumulation=3, micro_batch=1),
+        make_case("gpt2", tied=True, ranks=4, stage=2, replicate=2, accumulation=3, micro_batch=1),
+        make_case("plain", tied=True, ranks=4, stage=3, replicate=2, accumulation=3, micro_batch=1, loss=CHUNKS),
+        make_case("plain", ranks=4, stage=3, micro_batch=1, recompute=FULL),
+    ),
+}
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", sorted(CASES))
+def test_plans_equal_a_plain_loop(ranks):
+    outcomes = run_cases(CASES[ranks], ranks)
+    assert len(outcomes) == len(CASES[ranks])
+    assert not [(o.name, o.errors) for o in outcomes if o.errors]
+
+
+def test_a_number_that_strays_is_named():
+    case = make_case("plain", dtype="fp32")
+    grad, weight = torch.tensor([1.0, 0.5, 1e-9]), torch.tensor([1.0, 2.0, 3.0])
+    good = Record({"loss/0": torch.tensor(2.0), "gradient/0/w": grad, "weight/w": weight})
+    assert differences(case, good, good) == ()
+    off = Record({**good, "loss/0": torch.tensor(2.00001), "gradient/0/w": grad + 1e-4, "weight/w": weight + 0.002})
+    assert [line.split(":")[0] for line in differences(case, good, off)] == ["gradient/0/w", "loss/0", "weight/w"]
+    assert differences(case, good, Record({**good, "loss/0": torch.tensor(float("nan"))}))
+    noise = Record({**good, "weight/w": weight + torch.tensor([0.0, 0.0, 0.01])})
+    assert differences(case, good, noise) == ()  # its gradient is below rounding
+    assert "only on one side" in differences(case, good, Record({"loss/0": good["loss/0"]}))[0]
+
+
+def test_draws_are_decided_by_the_seed():
+    first, again, other = (draw_cases(random.Random(seed), 5, 2) for seed in (1, 1, 2))
+    assert first == again != other
