@@ -1,5 +1,7 @@
 """What real code keeps for backward: storages seen by saved-tensor hooks, each once, parameters and given tensors excluded."""
 
+import contextlib
+
 import torch
 
 
@@ -105,3 +107,47 @@ def build(config, dtype=torch.float32, device="cpu"):
 
 def blocks_of(model, spec):
     return model.get_submodule(spec.stacks[0].path)
+
+
+def cast_weights(sublayers):
+    """Bytes of the 2-byte copies that autocast keeps of the weights of these products (grouped ones are not on its list)."""
+    return sum(2 * m.n * m.k for s in sublayers for m in s.matmuls if m.groups == 1)
+
+
+def autocast_if(cast, device="cpu"):
+    return torch.autocast(device, dtype=torch.bfloat16) if cast == "autocast" else contextlib.nullcontext()
+
+
+class _GotIt(Exception):
+    pass
+
+
+def inputs_of_block(model, block, ids, cast):
+    """What the model calls its block with."""
+    found = []
+
+    def hook(module, args, kwargs):
+        found.append((args, kwargs))
+        raise _GotIt
+
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    with contextlib.suppress(_GotIt), autocast_if(cast, ids.device.type):
+        model(input_ids=ids, use_cache=False)
+    handle.remove()
+    return found[0]
+
+
+def block_bytes(model, block, ids, cast, compiled=False):
+    """Bytes that one block keeps, weights' copies included."""
+    args, kwargs = inputs_of_block(model, block, ids, cast)
+    given = [t for t in torch.utils._pytree.tree_leaves(kwargs) if isinstance(t, torch.Tensor)]
+    entry = args[0].detach().requires_grad_()
+    run = torch.compile(block) if compiled else block
+
+    def call():
+        with autocast_if(cast, ids.device.type):
+            return run(entry, *args[1:], **kwargs)
+
+    if compiled:
+        call()
+    return kept_bytes(call, [*block.parameters(), *model.buffers(), *given])

@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from keeping import CONFIGS, build
+from tests.model.keeping import CONFIGS, build
 
 from fullstride.errors import BadInput
 from fullstride.files import from_json, to_json
@@ -126,7 +126,7 @@ def test_alternating_windows_make_runs_of_equal_blocks():
         ({"hidden_size": "64"}, ["'64'", "whole number"]),
         ({"vocab_size": -5}, ["vocab_size is -5"]),
         ({"num_hidden_layers": 2.5}, ["2.5"]),
-        ({"num_attention_heads": 7}, ["7", "64", "divide"]),
+        ({"num_attention_heads": 12}, ["12", "64", "divide"]),
         ({"num_key_value_heads": 3}, ["3", "4", "divide"]),
         ({"hidden_act": "swoosh"}, ["swoosh", "silu"]),
         ({"tie_word_embeddings": "yes"}, ["'yes'", "true or false"]),

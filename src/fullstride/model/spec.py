@@ -87,7 +87,7 @@ class Saved(Value, frozen=True, kw_only=True):
     cast: tuple[Cast, ...] = ("none", "weights", "autocast")
     """Precision casts under which it is kept: norms copy only a narrower stream to fp32, autocast copies at each product."""
     per: Literal["token", "position", "pair"] = "token"
-    """How often: for each token; `position`: one copy for all samples of a micro-batch (rotary tables), elements x sequence length in all;
+    """How often: for each token; `position`: one copy for all samples of a micro-batch (rotary tables), elements x sequence;
     `pair`: attention that keeps its scores, elements x tokens x sequence length."""
     beyond: int = 0
     """Kept only when the sequence is longer than this (a window's mask); 0: always."""

@@ -215,9 +215,9 @@ class Tape:
         return self.product(x, path, n, k)
 
     def product(self, x: Tensor, path: str, n: int, k: int, *, rows: float = 1.0, groups: int = 1, name: str = "") -> Tensor:
-        """The matrix product alone: on autocast's list; keeps its input."""
-        self.section.matmuls.append(Matmul(name=path, n=n, k=k, rows_per_token=rows, groups=groups))
-        x = self.autocast(x, "compute")
+        """The matrix product alone: on autocast's list, unless grouped (then in the weights' dtype); keeps its input."""
+        self.section.matmuls.append(Matmul(name=path, n=n, k=k, rows_per_token=float(rows), groups=groups))
+        x = self.to(x, self.weights) if groups > 1 else self.autocast(x, "compute")
         return self.op(name or path.rsplit(".", 1)[-1], (x,), n * rows, dtype=x.dtype, kind="heavy", saves=(x,))
 
     def layer_norm(self, x: Tensor, path: str, size: int, *, bias: bool = True) -> Tensor:

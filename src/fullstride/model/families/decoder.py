@@ -63,7 +63,7 @@ def attention(tape: Tape, x: Tensor, shape: Shape, window: int) -> Tensor:
     tape.at("attn.rotary", "rotary")
     tables = parts.rotary_tables(tape, shape)
     back = shape.family == "olmo2"
-    q, k = (parts.rotate(tape, t, shape.rotary_dim, shape.head_dim, tables, back=back) for t in (q, k))
+    q, k = (parts.rotate(tape, t, shape.rotary_dim, shape.head_dim, tables, back=back, rejoined=shape.rejoined) for t in (q, k))
     tape.at("attn.core", "attention")
     sizes_of = Attention(
         num_heads=shape.heads,
@@ -75,6 +75,6 @@ def attention(tape: Tape, x: Tensor, shape: Shape, window: int) -> Tensor:
     if shape.eager_scores:
         context = parts.scored_attention(tape, q, k, v, sizes_of, cap=shape.score_cap)
     else:
-        context = tape.attention(q, k, v, sizes_of, head_major=shape.rotary_dim != shape.head_dim)
+        context = tape.attention(q, k, v, sizes_of, head_major=shape.rejoined)
     tape.at("attn.out", "linear")
     return tape.linear(context, "self_attn.o_proj", shape.hidden, q_size, bias=shape.out_bias)

@@ -11,7 +11,7 @@ from fullstride.model.tape import Tape, Tensor
 def _core(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     tape.at("attn.core", "attention")
     sizes = Attention(num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.head_dim)
-    return tape.attention(q, k, v, sizes, head_major=0 < shape.rotary_dim < shape.head_dim)
+    return tape.attention(q, k, v, sizes, head_major=shape.rejoined)
 
 
 def gpt2_block(tape: Tape, shape: Shape) -> None:
@@ -57,7 +57,9 @@ def neox_block(tape: Tape, shape: Shape) -> None:
     qkv = tape.linear(normed, "attention.query_key_value", 3 * hidden, hidden, bias=shape.qkv_bias)
     tape.at("attn.rotary", "rotary")
     tables = parts.rotary_tables(tape, shape)
-    q, k = (parts.rotate(tape, tape.view(qkv, hidden), shape.rotary_dim, shape.head_dim, tables) for _ in range(2))
+    q, k = (
+        parts.rotate(tape, tape.view(qkv, hidden), shape.rotary_dim, shape.head_dim, tables, rejoined=True) for _ in range(2)
+    )
     context = _core(tape, q, k, tape.view(qkv, hidden), shape)
     tape.at("attn.out", "linear")
     attn = tape.dropout(tape.linear(context, "attention.dense", hidden, hidden, bias=shape.qkv_bias), shape.dropout)
@@ -88,7 +90,7 @@ def phi_block(tape: Tape, shape: Shape) -> None:
         k = parts.norm(tape, k, "self_attn.k_layernorm", hidden // shape.heads, "layer")
     tape.at("attn.rotary", "rotary")
     tables = parts.rotary_tables(tape, shape)
-    q, k = (parts.rotate(tape, t, shape.rotary_dim, shape.head_dim, tables) for t in (q, k))
+    q, k = (parts.rotate(tape, t, shape.rotary_dim, shape.head_dim, tables, rejoined=True) for t in (q, k))
     context = _core(tape, q, k, v, shape)
     tape.at("attn.out", "linear")
     attn = tape.dropout(tape.linear(context, "self_attn.dense", hidden, q_size, bias=True), shape.dropout)

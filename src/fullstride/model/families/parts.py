@@ -45,7 +45,9 @@ def rotary_tables(tape: Tape, shape: Shape, number: int = 0) -> tuple[Tensor, Te
     return cos, sin
 
 
-def rotate(tape: Tape, x: Tensor, dim: int, total: int, tables: tuple[Tensor, Tensor], *, back: bool = False) -> Tensor:
+def rotate(
+    tape: Tape, x: Tensor, dim: int, total: int, tables: tuple[Tensor, Tensor], *, back: bool = False, rejoined: bool = False
+) -> Tensor:
     """Make x cos + rotate_half(x) sin on the first `dim` of each head's `total` elements (arXiv 2104.09864)."""
     cos, sin = tables
     share = dim / total
@@ -53,7 +55,7 @@ def rotate(tape: Tape, x: Tensor, dim: int, total: int, tables: tuple[Tensor, Te
     half = tape.view(part, part.elements / 2)
     turned = tape.cat((tape.scale(half, name="negated"), half), name="turned")
     out = tape.add(tape.mul(part, cos, name="cos_part"), tape.mul(turned, sin, name="sin_part"), name="rotated")
-    if dim != total:
+    if rejoined:
         out = tape.cat((out, tape.view(x, x.elements * (1 - share))), name="rejoined")
     return tape.to(out, x.dtype) if back else out
 

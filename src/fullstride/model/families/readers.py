@@ -161,6 +161,7 @@ def phi(keys: Keys) -> Shape:
         shape,
         qk_norm="head" if keys.flag("qk_layernorm", False) else "none",
         rotary_dim=int(shape.head_dim * keys.rope("partial_rotary_factor", 0.5)),
+        rejoined=True,
         dropout=keys.number("resid_pdrop"),
         embed_dropout=keys.number("embd_pdrop"),
     )
@@ -176,6 +177,7 @@ def phi3(keys: Keys) -> Shape:
         shape,
         rotary_dim=int(shape.head_dim * keys.rope("partial_rotary_factor", 1.0)),
         windows=(window,) * shape.blocks if window else (),
+        rejoined=True,
         dropout=keys.number("resid_pdrop"),
         embed_dropout=keys.number("embd_pdrop"),
     )
@@ -227,7 +229,8 @@ def gpt_neox(keys: Keys) -> Shape:
         parallel=keys.flag("use_parallel_residual", True),
     )
     share = keys.rope("partial_rotary_factor", keys.number("rotary_pct", default=0.25))
-    return replace(shape, rotary_dim=int(shape.head_dim * share), dropout=keys.number("hidden_dropout"))
+    dropout = keys.number("hidden_dropout")
+    return replace(shape, rotary_dim=int(shape.head_dim * share), rejoined=True, dropout=dropout, embed_dropout=dropout)
 
 
 def _mixture(keys: Keys, count: int, chosen: int) -> None:

@@ -58,6 +58,8 @@ class Shape:
     placement: Literal["pre", "post", "sandwich"] = "pre"
     fused_projections: bool = False
     rotary_dim: int = 0
+    rejoined: bool = False
+    """Heads are joined anew after rotation, which leaves them head-major: where a part of each is not rotated, and in Phi-3."""
     rotary_tables: int = 1
     embed_scale: bool = False
     eager_scores: bool = False
