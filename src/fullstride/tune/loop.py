@@ -1,0 +1,405 @@
+"""The closed loop: measure, pull the lever with the largest predicted gain, measure again, keep it or put it back.
+
+    baseline (made smaller until it fits) -> A/A noise -> rungs -> last measurement against the baseline -> ladder
+
+The ladder is written after every trial, so an interrupted run is resumed from it. A rung is kept only if the lower end of
+the 99 % interval of the time ratio is above 1 + max(0.5 %, the A/A half-width) over three alternations or more, no health
+figure got worse, and the numbers stayed those of the baseline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.files import write_json
+from fullstride.measure.compare import THRESHOLD, compare_rounds, noise_of
+from fullstride.measure.health import worsened
+from fullstride.measure.measurement import Comparison, Round
+from fullstride.measure.protocol import Visit
+from fullstride.measure.stats import Clock
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.plan import Plan
+from fullstride.plan.price import price
+from fullstride.plan.toml import write_plan
+from fullstride.rundir import Failure, RunDir
+from fullstride.tune.choose import WORTH, Choice, Passed, Situation, memory_use, weigh
+from fullstride.tune.driver import Driver, Record, Session, compare
+from fullstride.tune.learned import Pricer, learn, predict
+from fullstride.tune.levers import LEVERS, Lever
+from fullstride.tune.pace import Pace
+from fullstride.tune.progress import OnProgress, TunePhase, TuneProgress
+from fullstride.tune.smaller import smaller
+from fullstride.tune.trial import Ladder, Outcome, Trial
+
+MAX_RUNGS = 8
+"""Trials that are run, at most."""
+MAX_TRIES = 2
+"""Of one lever, where a try failed or was undone."""
+_BASELINE: Final = "baseline"
+_LEAST_LIMIT = 60.0
+"""Seconds that an order may take even when the budget is nearly spent."""
+_FIRST = Visit(index=0, label=_BASELINE, warmup_steps=2, max_warmup_steps=8, round_steps=2)
+
+
+def tune(
+    *,
+    spec: ModelSpec,
+    cluster: Cluster,
+    baseline: Plan,
+    session: Session,
+    run_dir: RunDir,
+    directory: Path,
+    budget_seconds: float,
+    resume: Ladder | None = None,
+    on_progress: OnProgress | None = None,
+    levers: Sequence[Lever] = LEVERS,
+    pricer: Pricer = price,
+    clock: Clock = time.monotonic,
+    max_rungs: int = MAX_RUNGS,
+) -> Ladder:
+    """Tune a plan on the machine in front of us; failures of trials are recorded, not raised.
+
+    Args:
+        spec: the model, for pricing and MFU.
+        cluster: the machine, probed and measured.
+        baseline: what everything is compared with.
+        session: runs plans in `run_dir`; the caller closes it.
+        run_dir: where the worker writes its events.
+        directory: gets `ladder.json` after every trial and `best.toml` at the end.
+        budget_seconds: for everything here, builds included; what a resumed ladder spent counts.
+        resume: the ladder of an interrupted run of the same work.
+        on_progress: told after every order and every verdict.
+        levers: the table of changes.
+        pricer: predicts time and memory of a plan.
+        clock: seconds.
+        max_rungs: trials that are run, at most.
+
+    Returns:
+        The ladder, with a verdict for every lever; `stopped` says why it ended.
+
+    Raises:
+        EnvironmentFault: the ladder cannot be written.
+    """
+    loop = _Loop(spec, cluster, session, run_dir, directory, on_progress, pricer, clock)
+    loop.levers, loop.max_rungs = tuple(levers), max_rungs
+    loop.begin(baseline, budget_seconds, resume)
+    if loop.measure_baseline():
+        loop.climb()
+        loop.prove()
+    return loop.end()
+
+
+class _Loop:
+    """The run in progress; everything that must survive an interruption is in `ladder`."""
+
+    levers: tuple[Lever, ...]
+    max_rungs: int
+    ladder: Ladder
+    base: Record
+    best: Record
+    pace: Pace
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        session: Session,
+        run_dir: RunDir,
+        directory: Path,
+        on_progress: OnProgress | None,
+        pricer: Pricer,
+        clock: Clock,
+    ) -> None:
+        self.spec, self.cluster, self.directory = spec, cluster, directory
+        self.pricer, self.clock, self.on_progress = pricer, clock, on_progress
+        self.driver = Driver(session, run_dir, cluster, spec=spec, clock=clock, watch=self._watch)
+        self.driver.limit_seconds = lambda: max(_LEAST_LIMIT, self.left)
+        self._now: tuple[TunePhase, Choice | None] = (_BASELINE, None)
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self.start
+
+    @property
+    def left(self) -> float:
+        return self.ladder.budget_seconds - self.spent
+
+    @property
+    def end_of_trials(self) -> float:
+        return self.start + self.ladder.budget_seconds - self.pace.reserve_seconds
+
+    # -- the ladder -----------------------------------------------------------------------------------------------------
+
+    def begin(self, baseline: Plan, budget_seconds: float, resume: Ladder | None) -> None:
+        self.start = self.clock() - (resume.spent_seconds if resume else 0.0)
+        if resume is None:
+            started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S%z")
+            self.ladder = Ladder(started=started, budget_seconds=budget_seconds, baseline_plan=baseline, best_plan=baseline)
+        else:
+            run = tuple(trial for trial in resume.trials if trial.outcome != "not tried")
+            self.ladder = msgspec.structs.replace(resume, budget_seconds=budget_seconds, trials=run, final=None, stopped="")
+        self.base = self.best = Record(name=_BASELINE, plan=self.ladder.baseline_plan)
+        for trial in self.ladder.trials:
+            if trial.outcome == "kept":
+                self.best = Record(name=_name(trial.index), plan=trial.plan, profiled=True)
+
+    def write(self, **changes: object) -> None:
+        self.ladder = msgspec.structs.replace(self.ladder, spent_seconds=self.spent, **changes)
+        write_json(self.directory / "ladder.json", self.ladder)
+
+    def record(self, choice: Choice, outcome: Outcome, reason: str, began: float, result: Comparison | Failure | None) -> None:
+        trial = Trial(
+            index=len(self.ladder.trials),
+            lever=choice.lever,
+            change=choice.move.words,
+            plan=choice.move.plan,
+            predicted_ratio=choice.ratio,
+            estimate=choice.estimate,
+            outcome=outcome,
+            reason=reason,
+            comparison=result if isinstance(result, Comparison) else None,
+            failure=result if isinstance(result, Failure) else None,
+            seconds=self.clock() - began,
+        )
+        self.write(trials=(*self.ladder.trials, trial), best_plan=self.best.plan)
+        self._tell(ended=trial)
+
+    # -- baseline -------------------------------------------------------------------------------------------------------
+
+    def measure_baseline(self) -> bool:
+        """The baseline's measurement and the machine's noise; False if there is nothing to tune from."""
+        if self.ladder.baseline is not None:
+            self._set_pace(self.ladder.baseline.step_seconds.value, self.ladder.baseline.build_seconds)
+            return True
+        self._now = (_BASELINE, None)
+        first = self._first_visit()
+        while isinstance(first, Failure):
+            if not self._step_down(first):
+                return False
+            first = self._first_visit()
+        if first.void:
+            self.write(stopped=f"the baseline cannot be measured: {first.void}")
+            return False
+        self._set_pace(self.base.known_seconds, self.base.build_seconds)
+        self.base.rounds = []
+        return self._measure_noise()
+
+    def _first_visit(self) -> Round | Failure:
+        self._tell()
+        return self.driver.visit(self.base, _FIRST)
+
+    def _set_pace(self, step_seconds: float, build_seconds: float) -> None:
+        self.pace = Pace(budget_seconds=self.ladder.budget_seconds, step_seconds=step_seconds, build_seconds=build_seconds)
+
+    def _step_down(self, failure: Failure) -> bool:
+        """Replace a baseline that ran out of memory by a smaller one, and write that down."""
+        began, plan = self.clock(), self.base.plan
+        move = smaller(plan, self.spec, self.cluster) if failure.failure == "out_of_memory" else None
+        estimate = predict(plan, self.spec, self.cluster, learn(self.ladder), self.pricer)
+        if move is None or estimate is None or self.left <= 0:
+            self.write(stopped=f"the baseline failed ({failure.failure}): {failure.message}")
+            return False
+        tried = Choice(lever=_BASELINE, move=msgspec.structs.replace(move, plan=plan), ratio=1.0, estimate=estimate.estimate)
+        self.ladder = msgspec.structs.replace(self.ladder, baseline_plan=move.plan)
+        self.base = self.best = Record(name=f"{_BASELINE}-{len(self.ladder.trials) + 1}", plan=move.plan)
+        self.record(tried, "failed", f"out of memory, so the baseline becomes: {move.words}", began, failure)
+        return True
+
+    def _measure_noise(self) -> bool:
+        """A/A: the baseline against itself, over two builds."""
+        self._now = ("noise", None)
+        sides: list[Round] = []
+        number = self.pace.noise_rounds
+        for index in range(number):
+            if index == number // 2:
+                self.driver.release()
+            visit = Visit(
+                index=index, label=self.base.name, warmup_steps=2, max_warmup_steps=8, round_steps=self.pace.round_steps
+            )
+            done = self.driver.visit(self.base, visit)
+            if isinstance(done, Failure) or done.void:
+                why = done.message if isinstance(done, Failure) else done.void
+                self.write(stopped=f"the baseline cannot be measured: {why}")
+                return False
+            sides.append(msgspec.structs.replace(done, label=("a", "b")[index % 2]))
+        failure = self.driver.profile(self.base)
+        measured = self.driver.measurement(self.base)
+        pair = [msgspec.structs.replace(measured, rounds=tuple(r for r in sides if r.label == side)) for side in ("a", "b")]
+        estimate = predict(self.base.plan, self.spec, self.cluster, learn(self.ladder), self.pricer)
+        self.write(
+            baseline=measured,
+            baseline_estimate=estimate.estimate if estimate else None,
+            noise=noise_of(compare_rounds(pair[0], pair[1])),
+            stopped=f"profiling the baseline failed: {failure.message}" if failure else "",
+        )
+        return True
+
+    # -- rungs ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def threshold(self) -> float:
+        return max(THRESHOLD, self.ladder.noise)
+
+    def climb(self) -> None:
+        """Trials until nothing is worth one, the time is up, or there are enough."""
+        while True:
+            choices, passed = self._weigh()
+            stop = self._stop_reason(choices)
+            if stop:
+                break
+            self._try(choices[0])
+        self._give_verdicts(choices, passed, stop)
+
+    def _weigh(self) -> tuple[list[Choice], list[Passed]]:
+        learned = learn(self.ladder)
+        measured, estimate = self.ladder.baseline, self.ladder.baseline_estimate
+        for trial in self.ladder.trials:
+            if trial.outcome == "kept" and trial.comparison:
+                measured, estimate = trial.comparison.other, trial.estimate
+        situation = Situation(
+            plan=self.best.plan,
+            spec=self.spec,
+            cluster=self.cluster,
+            learned=learned,
+            use=memory_use(measured, estimate) if measured else None,
+        )
+        spoilt = {lever.name for lever in self.levers if self._tries(lever.name) >= MAX_TRIES}
+        return weigh(situation, [lever for lever in self.levers if lever.name not in spoilt], self.pricer)
+
+    def _tries(self, lever: str) -> int:
+        return sum(t.lever == lever and t.outcome in ("failed", "undone") for t in self.ladder.trials)
+
+    def _stop_reason(self, choices: list[Choice]) -> str:
+        rungs = sum(t.lever != _BASELINE for t in self.ladder.trials)
+        if not choices:
+            return f"no lever is predicted to bring {WORTH - 1:.0%}"
+        if rungs >= self.max_rungs:
+            return f"{rungs} trials are done"
+        if self.clock() + self.pace.screen_seconds > self.end_of_trials:
+            return "the time is spent"
+        return ""
+
+    def _try(self, choice: Choice) -> None:
+        began, index = self.clock(), len(self.ladder.trials)
+        self._now = ("trial", choice)
+        self._tell()
+        candidate = Record(name=_name(index), plan=choice.move.plan)
+        deadline = min(self.end_of_trials, began + 1.5 * self.pace.trial_seconds)
+        result = self._compare(self.best, candidate, deadline, screen=True)
+        outcome, reason = self._verdict(result)
+        if outcome == "kept":
+            self.best = candidate
+        self.record(choice, outcome, reason, began, result)
+
+    def _compare(self, base: Record, other: Record, deadline: float, *, screen: bool) -> Comparison | Failure:
+        settings = self.pace.settings(self.threshold, screen=screen)
+        reference = self.ladder.baseline
+        return compare(self.driver, base, other, settings, deadline, reference=reference, profile_after=("better",))
+
+    def _verdict(self, result: Comparison | Failure) -> tuple[Outcome, str]:
+        if isinstance(result, Failure):
+            return "failed", f"{result.failure.replace('_', ' ')}: {result.message}"
+        reason = "; ".join(result.reasons)
+        if result.verdict != "better":
+            return "undone", reason
+        sick = worsened(result.base, result.other)
+        return ("undone", f"faster, but {sick}") if sick else ("kept", reason)
+
+    def _give_verdicts(self, choices: list[Choice], passed: list[Passed], stop: str) -> None:
+        """Levers that were never tried get their reason."""
+        tried = {trial.lever for trial in self.ladder.trials}
+        reasons = {choice.lever: (choice, f"{stop}; predicted at {choice.ratio:.2f} x") for choice in choices}
+        notes = reasons | {p.lever: (p.choice, p.reason) for p in passed}
+        trials = list(self.ladder.trials)
+        for name, (choice, reason) in notes.items():
+            if name not in tried:
+                trials.append(self._not_tried(len(trials), name, choice, reason))
+        self.write(trials=tuple(trials), stopped="; ".join(part for part in (self.ladder.stopped, stop) if part))
+
+    def _not_tried(self, index: int, lever: str, choice: Choice | None, reason: str) -> Trial:
+        return Trial(
+            index=index,
+            lever=lever,
+            change=choice.move.words if choice else "",
+            plan=choice.move.plan if choice else self.best.plan,
+            predicted_ratio=choice.ratio if choice else 1.0,
+            estimate=choice.estimate if choice else None,
+            outcome="not tried",
+            reason=reason,
+        )
+
+    # -- the last word --------------------------------------------------------------------------------------------------
+
+    def prove(self) -> None:
+        """Measure the best plan against the baseline once more; what does not hold falls back down the ladder."""
+        while self.best.plan.plan_hash != self.base.plan.plan_hash:
+            self._now = ("final", None)
+            self._tell()
+            end = self.start + self.ladder.budget_seconds
+            if self.clock() + 2 * 3 * self.pace.visit_seconds > end:
+                self._fall_back("no time was left to measure it against the baseline again", to_baseline=True)
+                return
+            result = self._compare(self.base, self.best, end, screen=False)
+            if isinstance(result, Comparison):
+                self.write(final=result)
+                if result.verdict == "better":
+                    return
+            reason = result.message if isinstance(result, Failure) else "; ".join(result.reasons)
+            self._fall_back(f"did not hold against the baseline at the end: {reason}", to_baseline=False)
+
+    def _fall_back(self, reason: str, *, to_baseline: bool) -> None:
+        """Undo the topmost rung that is kept, or all of them."""
+        trials, kept = list(self.ladder.trials), [t for t in self.ladder.trials if t.outcome == "kept"]
+        for trial in kept if to_baseline else kept[-1:]:
+            place = next(i for i, t in enumerate(trials) if t.index == trial.index)
+            trials[place] = msgspec.structs.replace(trial, outcome="undone", reason=f"{trial.reason}; {reason}")
+        below = [] if to_baseline else kept[:-1]
+        self.best = Record(name=_name(below[-1].index), plan=below[-1].plan, profiled=True) if below else self.base
+        self.write(trials=tuple(trials), best_plan=self.best.plan)
+
+    def end(self) -> Ladder:
+        """Write the best plan; the driver lets go of what is built."""
+        self._now = ("done", None)
+        self.driver.release()
+        self.write(best_plan=self.best.plan)
+        if self.ladder.baseline is not None:
+            write_plan(self.best.plan, self.directory / "best.toml", overwrite=True)
+        self._tell()
+        return self.ladder
+
+    # -- progress -------------------------------------------------------------------------------------------------------
+
+    def _watch(self, name: str, step_seconds: float) -> None:
+        self._tell(name=name, step_seconds=step_seconds)
+
+    def _tell(self, *, name: str = "", step_seconds: float | None = None, ended: Trial | None = None) -> None:
+        if self.on_progress is None:
+            return
+        phase, choice = self._now
+        self.on_progress(
+            TuneProgress(
+                phase=phase,
+                index=len(self.ladder.trials) - (1 if ended else 0),
+                lever=choice.lever if choice else "",
+                change=choice.move.words if choice else "",
+                predicted_ratio=choice.ratio if choice else None,
+                plan_name=name,
+                step_seconds=step_seconds,
+                spent_seconds=self.spent,
+                left_seconds=max(0.0, self.left),
+                ended=ended,
+            )
+        )
+
+
+def _name(index: int) -> str:
+    return f"trial-{index:02d}"

@@ -1,0 +1,70 @@
+"""How much measuring the time allows: rounds are cut so that a trial fits into about an eighth of the budget."""
+
+from __future__ import annotations
+
+from fullstride.files import Value
+from fullstride.measure.protocol import Settings
+
+_SHARE = 1 / 8
+"""Of the budget, for one trial."""
+_VISITS = 6
+"""Three alternations."""
+_LONGEST = 1.5
+"""A trial that is undecided may take this many shares."""
+_NOISE_SHARE = 1 / 6
+_WARM = 3
+"""Steps of a visit that are not timed, for planning."""
+_FEWEST, _MOST = 3, 50
+_MARGIN = 1.15
+
+
+class Pace(Value, frozen=True, kw_only=True):
+    """Times of this tuning run, once the baseline has been stepped."""
+
+    budget_seconds: float
+    step_seconds: float
+    build_seconds: float
+
+    @property
+    def trial_seconds(self) -> float:
+        """A trial's share of the budget."""
+        return self.budget_seconds * _SHARE
+
+    @property
+    def round_steps(self) -> int:
+        """Timed steps of a round."""
+        free = self.trial_seconds / _VISITS - self.build_seconds - _WARM * self.step_seconds
+        return int(min(_MOST, max(_FEWEST, free / self.step_seconds)))
+
+    @property
+    def visit_seconds(self) -> float:
+        """What one round takes with its build and warm-up."""
+        return self.build_seconds + (_WARM + self.round_steps) * self.step_seconds
+
+    @property
+    def max_alternations(self) -> int:
+        """Most alternations of a trial."""
+        return int(min(8, max(3, _LONGEST * self.trial_seconds / (2 * self.visit_seconds))))
+
+    @property
+    def noise_rounds(self) -> int:
+        """Rounds of the A/A run: an even number from 4 to 8."""
+        each = (1 + self.round_steps) * self.step_seconds
+        affordable = (self.budget_seconds * _NOISE_SHARE - self.build_seconds) / each
+        return 2 * int(min(4, max(2, affordable / 2)))
+
+    @property
+    def reserve_seconds(self) -> float:
+        """Kept back for the last measurement of the best plan against the baseline."""
+        return _VISITS * self.visit_seconds * _MARGIN
+
+    @property
+    def screen_seconds(self) -> float:
+        """The least that a trial takes."""
+        return 3 * self.visit_seconds
+
+    def settings(self, threshold: float, *, screen: bool) -> Settings:
+        """Of a comparison."""
+        return Settings(
+            round_steps=self.round_steps, max_alternations=self.max_alternations, threshold=threshold, screen=screen
+        )
