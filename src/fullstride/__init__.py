@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullstride.cli.api import make_plan
     from fullstride.cli.record import read_run
-    from fullstride.cli.tune import autotune
+    from fullstride.cli.tuning import autotune
     from fullstride.engine.run import prepare
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "autotune", "make_plan", "prepare", "read_run"]
 
 _HOMES = {
-    "autotune": "fullstride.cli.tune",
+    "autotune": "fullstride.cli.tuning",
     "make_plan": "fullstride.cli.api",
     "prepare": "fullstride.engine.run",
     "read_run": "fullstride.cli.record",
