@@ -107,7 +107,11 @@ CASES = {
     ),
     "precision.none": ({"precision": Precision(block="bf16")}, {"precision": FP64}, "block bf16"),
     "precision.cast": ({"precision": Precision(cast="autocast")}, {"precision": AUTOCAST}, "'autocast' with block fp32"),
-    "precision.one_dtype": ({"precision": replace(WEIGHTS, head="fp32")}, {"precision": WEIGHTS}, "head fp32"),
+    "precision.weights": (
+        {"precision": replace(WEIGHTS, head="fp32", gradient="fp32")},
+        {"precision": WEIGHTS},
+        "embedding bf16, block bf16, head fp32, tied",
+    ),
     "precision.autocast": (
         {"precision": replace(AUTOCAST, head="fp32")},
         {"precision": replace(AUTOCAST, embedding="bf16")},
@@ -151,7 +155,11 @@ CASES = {
     ),
     "comm.env": ({"comm": Comm(env={"PATH": "/"})}, {"comm": Comm(env={"NCCL_DEBUG": "INFO"})}, "'PATH'"),
 }
-SPECS = {"workload.separate": replace(SPEC, family="module"), "loss.chunked": replace(SPEC, family="gemma2")}
+SPECS = {
+    "precision.weights": replace(SPEC, tied_embeddings=True),
+    "workload.separate": replace(SPEC, family="module"),
+    "loss.chunked": replace(SPEC, family="gemma2"),
+}
 CLUSTERS = {"compile.compiler": cpus(has_compiler=False), "data.pin": cpus()}
 
 
@@ -170,6 +178,12 @@ def test_a_rule_refuses_with_value_rule_and_fix(code):
     assert found[code].message.endswith(rule.statement)
     assert found[code].fix == rule.fix
     assert check(plan_of(**neighbour), SPEC, gpus()) == ()
+
+
+def test_untied_ends_may_compute_in_fp32():
+    wide = replace(WEIGHTS, head="fp32", gradient="fp32")
+    assert check(plan_of(precision=wide), SPEC) == ()
+    assert [v.code for v in check(plan_of(precision=replace(wide, gradient="bf16")), SPEC)] == ["precision.gradient"]
 
 
 def test_rules_about_model_and_cluster_are_silent_without_them():

@@ -95,14 +95,14 @@ def num_tensors(spec: ModelSpec) -> int:
     return once(spec, "tensors", lambda: sum(p.count * p.tensors for p in parts(spec)))
 
 
-def largest_block(spec: ModelSpec) -> int:
-    """Parameters of the largest block."""
-    return once(spec, "block", lambda: max((p.parameters for p in parts(spec) if p.group == "blocks"), default=0))
+def largest_block(plan: Plan, spec: ModelSpec) -> int:
+    """Bytes of the largest block's weights as they are computed with."""
+    return max((p.parameters * weight_bytes(plan, p) for p in parts(spec) if p.group == "blocks"), default=0)
 
 
-def largest_part(spec: ModelSpec) -> int:
-    """Parameters of the largest group that is gathered at once."""
-    return once(spec, "part", lambda: max(p.parameters for p in parts(spec)))
+def largest_tensor(spec: ModelSpec) -> int:
+    """Elements of the largest parameter."""
+    return max(part.largest for part in parts(spec))
 
 
 def micro_tokens(plan: Plan) -> int:
@@ -125,9 +125,19 @@ def residual_bytes(plan: Plan) -> int:
     return BYTES[plan.precision.master] if plan.precision.cast == "autocast" else BYTES[plan.precision.block]
 
 
-def gathered_bytes(plan: Plan) -> int:
-    """Bytes of an element of a gathered weight."""
-    return compute_bytes(plan) if plan.precision.cast == "weights" else master_bytes(plan)
+def weight_bytes(plan: Plan, part: Part) -> int:
+    """Bytes of an element of a part's weights as it computes with them (gathered, under FSDP2)."""
+    p = plan.precision
+    return (
+        BYTES[{"embedding": p.embedding, "blocks": p.block, "head": p.head}[part.group]]
+        if p.cast == "weights"
+        else BYTES[p.master]
+    )
+
+
+def whole_weights(plan: Plan, spec: ModelSpec) -> int:
+    """Bytes of all weights as they are computed with, on one rank."""
+    return sum(part.count * part.parameters * weight_bytes(plan, part) for part in parts(spec))
 
 
 def shards(plan: Plan) -> int:

@@ -175,11 +175,13 @@ def cast_some_met(plan: Plan) -> str:
     return f"precision.cast = {p.cast!r} with {roles(p, 'block', 'master')}"
 
 
-def cast_one_dtype_met(plan: Plan) -> str:
-    """Several compute dtypes under cast weights."""
+def cast_roles_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """Roles under cast weights that are neither the blocks' dtype nor the masters', or that a tied weight cannot have."""
     p = plan.precision
-    if p.cast == "weights" and not p.embedding == p.block == p.head:
-        return f"precision.cast = 'weights' with {roles(p, 'embedding', 'block', 'head')}"
+    odd = any(role not in (p.block, p.master) for role in (p.embedding, p.head))
+    tied = spec is not None and spec.tied_embeddings and p.embedding != p.head
+    if p.cast == "weights" and (odd or tied):
+        return f"precision.cast = 'weights' with {roles(p, 'embedding', 'block', 'head')}" + (", tied" if tied else "")
     return ""
 
 
@@ -221,7 +223,8 @@ def gradient_met(plan: Plan) -> str:
         return ""
     if plan.batch.accumulation > 1:
         return f"precision.gradient = {p.gradient!r} with accumulation {plan.batch.accumulation}"
-    allowed = p.cast == "weights" and p.gradient == (p.block if plan.shard.carrier == "none" else p.reduction)
+    narrow = p.block if p.embedding == p.block == p.head else p.master
+    allowed = p.cast == "weights" and p.gradient == (narrow if plan.shard.carrier == "none" else p.reduction)
     return "" if allowed else f"precision.gradient = {p.gradient!r} with {roles(p, 'cast', 'block', 'reduction')}"
 
 

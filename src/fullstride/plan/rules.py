@@ -151,10 +151,10 @@ RULES: tuple[Rule, ...] = (
         when(met.cast_some_met),
     ),
     _rule(
-        "precision.one_dtype",
-        "cast weights has one compute dtype for now",
-        "make embedding, block and head equal",
-        when(met.cast_one_dtype_met),
+        "precision.weights",
+        "embedding and head compute in the blocks' dtype or the masters', a tied weight in one",
+        "make embedding and head equal to block",
+        met.cast_roles_met,
     ),
     _rule(
         "precision.autocast",

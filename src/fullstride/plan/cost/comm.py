@@ -13,12 +13,13 @@ from fullstride.plan.estimate import Confidence, Term
 from fullstride.plan.facts import (
     BYTES,
     Part,
-    gathered_bytes,
     num_parameters,
     num_recomputed,
     num_resharded,
     num_trainable,
     parts,
+    weight_bytes,
+    whole_weights,
 )
 from fullstride.plan.plan import Plan
 
@@ -50,18 +51,24 @@ class Volumes:
 def volumes(plan: Plan, spec: ModelSpec) -> Volumes:
     """What a step moves, in elements.
 
-    With m micro-batches: DDP 2P; ZeRO-1 2P (gathered once, reduced once); ZeRO-2 2mP as FSDP2 carries it out (weights are
-    freed after each backward); ZeRO-3 3mP where all is freed after forward.
+    With m micro-batches: DDP and ZeRO-1 2P (gathered once, reduced once); ZeRO-2 (m + 1)P (gathered once, reduced for each);
+    ZeRO-3 3mP where all is freed after forward.
     """
     count, trained, micro = num_parameters(spec), num_trainable(spec), plan.batch.accumulation
     if plan.shard.carrier == "none":
         return Volumes(gathered=0.0, reduced=0.0, all_reduced=0.0)
     if plan.shard.carrier == "ddp":
         return Volumes(gathered=0.0, reduced=0.0, all_reduced=2.0 * trained)
-    rounds = 1 if plan.shard.stage == 1 else micro
+    gathers, rounds = _rounds(plan)
     again = sum(num_resharded(plan, part) * part.parameters for part in parts(spec))
     across = 2.0 * trained / plan.layout.dp_shard * rounds if plan.layout.dp_replicate > 1 else 0.0
-    return Volumes(gathered=float(rounds * count + micro * again), reduced=float(rounds * trained), all_reduced=across)
+    return Volumes(gathered=float(gathers * count + micro * again), reduced=float(rounds * trained), all_reduced=across)
+
+
+def _rounds(plan: Plan) -> tuple[int, int]:
+    """How often in a step all weights are gathered for forward, and all gradients reduced."""
+    micro = plan.batch.accumulation
+    return {1: (1, 1), 2: (1, micro)}.get(plan.shard.stage, (micro, micro))
 
 
 def overlap_share(cluster: Cluster) -> float:
@@ -96,13 +103,13 @@ def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """FSDP2: weights gathered for forward, one part ahead of its use, and again for backward where they were freed."""
     if plan.shard.carrier != "fsdp2":
         return term("all-gather of weights", "comm", 0.0, "no sharding", "modelled")
-    micro, each = plan.batch.accumulation, gathered_bytes(plan)
-    rounds = 1 if plan.shard.stage == 1 else micro
+    micro = plan.batch.accumulation
+    rounds, _ = _rounds(plan)
     seconds = exposed = 0.0
     trust: Confidence = "modelled"
     source = ""
     for index, (part, piece) in enumerate(pieces(plan, spec, cluster)):
-        rate = rates.collective_seconds(cluster, "all_gather", part.parameters * each, plan.layout.dp_shard)
+        rate = rates.collective_seconds(cluster, "all_gather", part.parameters * weight_bytes(plan, part), plan.layout.dp_shard)
         trust = "assumed" if rate.confidence == "assumed" else trust
         source = rate.source if part.group == "blocks" else source
         back = num_resharded(plan, part)
@@ -119,7 +126,7 @@ def reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """FSDP2: a part's gradients are reduce-scattered while the part before it runs backward; the first part's stand alone."""
     if plan.shard.carrier != "fsdp2":
         return term("reduce-scatter of gradients", "comm", 0.0, "no sharding", "modelled")
-    rounds = 1 if plan.shard.stage == 1 else plan.batch.accumulation
+    _, rounds = _rounds(plan)
     wide, layout = BYTES[plan.precision.reduction], plan.layout
     across = max(1, cluster.groups[0].num_devices // layout.dp_shard)  # ranks of a replica group in one node
     seconds = exposed = 0.0
@@ -149,7 +156,7 @@ def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """FSDP2's own copies: shards cast into the gather's input, its output copied out, gradients copied in and widened."""
     if plan.shard.carrier != "fsdp2":
         return term("FSDP2's copies", "comm", 0.0, "no sharding", "modelled")
-    moved, each = volumes(plan, spec), gathered_bytes(plan)
+    moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
     wide, master = BYTES[plan.precision.reduction], BYTES[plan.precision.master]
     size = moved.gathered * ((master + each) / plan.layout.dp_shard + 2 * each) + moved.reduced * (each + wide)
     rate = rates.copy_seconds(cluster, size)

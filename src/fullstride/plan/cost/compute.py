@@ -64,22 +64,22 @@ def loss(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     each = narrow + 6 * wide  # log-softmax reads and writes; nll's gradient; its backward reads two and writes one
     extra = 0.0
     if plan.loss.kind == "chunked":
-        each = 3 * head if plan.compile.mode == "block" else narrow + 4 * wide
+        each = 3 * head if plan.compile.mode == "block" else narrow + 10 * wide
         chunks = -(-tokens // plan.loss.chunk_tokens)
-        extra = chunks * spec.vocab_size * spec.hidden_size * 12.0  # the weight's gradient, summed in fp32
+        extra = (chunks * 8.0 + 6.0) * spec.vocab_size * spec.hidden_size  # the weight's gradient: summed in fp32, scaled once
     rate = rates.copy_seconds(cluster, tokens * spec.vocab_size * each + extra)
     seconds = rate.seconds * plan.batch.accumulation
     return term("logits and loss", "loss", seconds, f"{each} B a logit over {rate.source}", rate.confidence)
 
 
 def optimizer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """AdamW and clipping as bytes: g, m, v and p read, m, v and p written; the norm reads g; clipping reads and writes it."""
+    """AdamW as bytes: g, m, v and p read, m, v and p written; the norm reads g; clipping is part of the fused step."""
     wide = BYTES[plan.precision.optimizer_state]
     each = 7.0 * wide
     if plan.optimizer.implementation != "fused":
         each *= 2.6  # some fourteen separate passes (measured on CPU: 3.8 times the time of the fused step)
-    if plan.recipe.clip_norm:
-        each += 3.0 * wide
+        each += 2.0 * wide if plan.recipe.clip_norm else 0.0  # the fused step clips on its way
+    each += wide  # the norm, taken in any case
     if plan.precision.cast == "weights" and plan.shard.carrier == "none":
         narrow = BYTES[plan.precision.block]
         each += (wide + narrow) * (2 if plan.precision.gradient != plan.precision.master else 1)  # widen, copy back

@@ -106,22 +106,23 @@ def logits(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
             ("forward_end",),
         )
         backward = row(
-            "logits, log-softmax and two gradients",
+            "log-softmax and two gradients",
             "logits",
-            count * (head + 3 * wide),
-            f"tokens x vocabulary x ({head} + 3 x {wide}) B",
+            count * 3 * wide,
+            f"tokens x vocabulary x 3 x {wide} B",
             ("loss",),
         )
         return (forward, backward)
     chunk = min(plan.loss.chunk_tokens, micro_tokens(plan)) * spec.vocab_size
-    each = head + wide if plan.compile.mode == "block" else 2 * head + copy + 2 * wide
+    each = 2 * head if plan.compile.mode == "block" else head + copy
+    narrow = head if plan.precision.cast == "autocast" else 0  # the weight's own copy, made once
     weight, hidden = spec.vocab_size * spec.hidden_size, micro_tokens(plan) * spec.hidden_size
     return (
         row("one chunk of logits", "logits", chunk * each, f"chunk x vocabulary x {each} B", ("forward_end",)),
         row(
             "gradient of the head's weight",
             "logits",
-            weight * max(4, master_bytes(plan)),
+            weight * (max(4, master_bytes(plan)) + narrow),
             "vocabulary x hidden, summed in fp32",
             ("forward_end", "loss"),
         ),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.estimate import Row
+from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import (
     BYTES,
     compute_bytes,
-    gathered_bytes,
     largest_block,
-    largest_part,
-    num_parameters,
     num_recomputed,
     num_resharded,
     parts,
+    weight_bytes,
+    whole_weights,
 )
 from fullstride.plan.ledger.states import ALL, row
 from fullstride.plan.plan import Plan
@@ -30,66 +29,50 @@ def gathered(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     """Whole weights that stand under FSDP2: all of them below ZeRO-3, else those in flight and those not freed."""
     if plan.shard.carrier != "fsdp2":
         return ()
-    each, block, pieces = gathered_bytes(plan), largest_block(spec), parts(spec)
-    ends = pieces[0].parameters + block
+    block, pieces = largest_block(plan, spec), parts(spec)
+    standing: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
     if plan.shard.stage < 3:
-        whole = row(
+        if plan.batch.accumulation > 1:  # they stay to the last micro-batch's backward
+            standing = (*standing, "backward_end")
+        return (
+            row(
+                "gathered weights", "gathered", whole_weights(plan, spec), "all, from first forward to last backward", standing
+            ),
+        )
+    kept = sum((p.count - num_resharded(plan, p)) * p.parameters * weight_bytes(plan, p) for p in pieces)
+    head = pieces[-1].parameters * weight_bytes(plan, pieces[-1]) if num_resharded(plan, pieces[-1]) else 0
+    freed = sum(num_resharded(plan, part) for part in pieces if part.group == "blocks")
+    ahead = max(1, plan.overlap.prefetch)
+    flight = min(freed, 1 + ahead) * block
+    first = pieces[0].parameters * weight_bytes(plan, pieces[0]) + block
+    return (
+        row(
             "gathered weights",
             "gathered",
-            num_parameters(spec) * each,
-            f"P x {each} B from forward to backward",
-            ("forward_end", "loss", "backward"),
-        )
-    else:
-        kept = sum((part.count - num_resharded(plan, part)) * part.parameters for part in pieces)
-        head = pieces[-1].parameters if num_resharded(plan, pieces[-1]) else 0
-        freed = sum(num_resharded(plan, part) for part in pieces if part.group == "blocks")
-        flight = min(freed, 1 + plan.overlap.prefetch) * block
-        whole = row(
-            "gathered weights",
-            "gathered",
-            (kept + head + flight) * each,
-            f"kept parts, the head, {1 + plan.overlap.prefetch} blocks in flight x {each} B",
-            ("forward_end", "loss", "backward"),
-        )
-    last = row(
-        "gathered weights of the first parts", "gathered", ends * each, f"embedding and one block x {each} B", ("backward_end",)
+            kept + head + flight,
+            f"kept parts, the head, {1 + ahead} blocks in flight",
+            standing,
+        ),
+        row("gathered weights of the first parts", "gathered", first, "embedding and one block", ("backward_end",)),
     )
-    return (whole, last)
 
 
 def gather_buffer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     """FSDP2 gathers into a flat buffer, then copies out."""
     if plan.shard.carrier != "fsdp2":
         return ()
-    size = largest_block(spec) * gathered_bytes(plan)
-    freed = plan.shard.stage == 3
-    return (
-        row(
-            "all-gather buffer",
-            "communication",
-            size,
-            "one block, flat",
-            ("forward_end", "backward", "backward_end") if freed else ("forward_end",),
-        ),
-    )
+    moments: tuple[MomentName, ...] = ("forward_end", "backward", "backward_end") if plan.shard.stage == 3 else ("forward_end",)
+    return (row("all-gather buffer", "communication", largest_block(plan, spec), "one block, flat", moments),)
 
 
 def reduce_buffers(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """Whole gradients of the parts being reduced, and the flat input of reduce-scatter."""
+    """Whole gradients of the part being reduced, and the flat input of reduce-scatter."""
     if plan.shard.carrier != "fsdp2":
         return ()
-    each, wide = gathered_bytes(plan), BYTES[plan.precision.reduction]
-    part = largest_part(spec)
-    return (
-        row(
-            "gradients being reduced",
-            "communication",
-            part * (each + wide),
-            f"the largest part x ({each} + {wide}) B",
-            ("backward", "backward_end"),
-        ),
-    )
+    wide = BYTES[plan.precision.reduction]
+    size = max(part.trainable * (weight_bytes(plan, part) + wide) for part in parts(spec))
+    source = f"the largest part, as computed and x {wide} B flat"
+    return (row("gradients being reduced", "communication", size, source, ("backward", "backward_end")),)
 
 
 def autocast_casts(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:

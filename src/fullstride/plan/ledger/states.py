@@ -5,11 +5,22 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.estimate import MomentName, Row, RowKind
-from fullstride.plan.facts import BYTES, compute_bytes, master_bytes, num_parameters, num_trainable, parts, shards
+from fullstride.plan.facts import (
+    BYTES,
+    largest_tensor,
+    master_bytes,
+    num_parameters,
+    num_trainable,
+    parts,
+    shards,
+    whole_weights,
+)
 from fullstride.plan.plan import Plan
 
 ALL: tuple[MomentName, ...] = ("load", "forward_end", "loss", "backward", "backward_end", "optimizer")
 """The moments that are told apart."""
+PIECE_ELEMENTS = 64 * 2**20
+"""Gradients that must be widened for the step are, this many elements at a time."""
 
 
 def row(name: str, kind: RowKind, size: float, source: str, moments: tuple[MomentName, ...], *, exact: bool = False) -> Row:
@@ -32,7 +43,7 @@ def weights(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     if name != "weights":
         return (row("weights", "weights", count * master_bytes(plan), f"P x {master_bytes(plan)} B", ALL, exact=True),)
     return (
-        row("weights (compute copy)", "weights", count * compute_bytes(plan), f"P x {compute_bytes(plan)} B", ALL, exact=True),
+        row("weights (compute copy)", "weights", whole_weights(plan, spec), "each part in its compute dtype", ALL, exact=True),
         row("weights (masters)", "master", count * master_bytes(plan), f"P x {master_bytes(plan)} B", ALL, exact=True),
     )
 
@@ -62,8 +73,10 @@ def gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
             ),
         )
     if plan.shard.carrier == "none":
-        source = f"P x {each} B" + (", summed over micro-batches" if accumulate else "")
-        return (row("gradients", "gradients", count * each, source, throughout if accumulate else last, exact=True),)
+        buffers = plan.precision.cast == "weights" and plan.precision.gradient != plan.precision.block
+        source = f"P x {each} B" + (", in buffers that stay: wider than the weights" if buffers else "")
+        moments = ALL if buffers else throughout if accumulate else last
+        return (row("gradients", "gradients", count * each, source, moments, exact=True),)
     held = master_bytes(plan)
     sharded = row(
         "gradients (shards)",
@@ -85,7 +98,8 @@ def gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
 
 def early_gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     """The head's gradient, which is there while all activations still are."""
-    if plan.shard.carrier != "none" or plan.batch.accumulation > 1:
+    stored = plan.precision.cast == "weights" and plan.precision.gradient != plan.precision.block
+    if plan.shard.carrier != "none" or plan.batch.accumulation > 1 or stored:
         return ()
     head = parts(spec)[-1].trainable or parts(spec)[0].trainable  # tied: the embedding's
     size = head * BYTES[plan.precision.gradient]
@@ -96,15 +110,9 @@ def optimizer_temporaries(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tupl
     """What the step itself needs: widened gradients under cast weights, and foreach's copies."""
     count, wide, found = num_trainable(spec), master_bytes(plan), []
     if plan.shard.carrier == "none" and plan.precision.gradient != plan.precision.master:
-        found.append(
-            row(
-                "gradients widened for AdamW",
-                "temporary",
-                count * wide,
-                f"P x {wide} B: the fused step takes one dtype",
-                ("optimizer",),
-            )
-        )
+        piece = min(count, max(PIECE_ELEMENTS, largest_tensor(spec)))
+        source = f"{piece} elements at a time x {wide} B: the fused step takes one dtype"
+        found.append(row("gradients widened for AdamW", "temporary", piece * wide, source, ("optimizer",)))
     if plan.optimizer.implementation == "foreach":
         found.append(
             row(
@@ -116,6 +124,6 @@ def optimizer_temporaries(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tupl
             )
         )
     if plan.optimizer.implementation == "loop":
-        largest = max(p.largest for p in parts(spec)) * wide / shards(plan)
+        largest = largest_tensor(spec) * wide / shards(plan)
         found.append(row("loop temporaries", "temporary", 2 * largest, "two copies of the largest tensor", ("optimizer",)))
     return tuple(found)
