@@ -49,7 +49,7 @@ def test_there_is_something_to_check():
     assert len(list(commands())) >= 15
 
 
-@pytest.mark.parametrize(("body", "reason"), blocks("python"))
+@pytest.mark.parametrize(("body", "reason"), list(blocks("python")))
 def test_python_examples_run(body, reason, tmp_path):
     ast.parse(body)
     if reason:
@@ -59,13 +59,13 @@ def test_python_examples_run(body, reason, tmp_path):
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-@pytest.mark.parametrize(("body", "reason"), blocks("toml"))
+@pytest.mark.parametrize(("body", "reason"), list(blocks("toml")))
 def test_toml_examples_are_plans_that_the_rules_allow(body, reason):
     plan = convert(tomllib.loads(body), Plan, "the example")
     assert check(plan) == ()
 
 
-@pytest.mark.parametrize("words", commands())
+@pytest.mark.parametrize("words", list(commands()))
 def test_command_lines_are_accepted(words):
     if words[:1] == ["--version"] or words[:1] == ["--help"]:
         return
