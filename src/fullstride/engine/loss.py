@@ -139,7 +139,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = []
+        grads: list[torch.Tensor | None] = []
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if saved is None:
                 grads.append(None)
@@ -164,7 +164,8 @@ class ChunkedHead:
         self._body = torch.compile(_chunk_fused, dynamic=False) if compiled else _chunk_eager
         self._armed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._made: torch.Tensor | None = None
-        head.forward = self._forward  # type: ignore[method-assign]
+        instance: Any = head
+        instance.forward = self._forward
 
     def arm(self, labels: torch.Tensor, scale: torch.Tensor) -> None:
         """The next forward of the head returns scale x sum of losses over the shifted `labels` [samples, seq]."""
@@ -192,7 +193,8 @@ class ChunkedHead:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         options = (compute, self._dtype, self._chunk, self._body, torch.is_grad_enabled())
         with torch.autocast(device, enabled=False):
-            loss: torch.Tensor = _ChunkedHead.apply(hidden, self._head.weight, self._head.bias, labels, scale, options)
+            apply: Any = _ChunkedHead.apply
+            loss: torch.Tensor = apply(hidden, self._head.weight, self._head.bias, labels, scale, options)
         self._made = loss
         return loss
 

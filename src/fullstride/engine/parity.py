@@ -142,7 +142,9 @@ def planned(case: Case) -> Record:
     run._update = spy  # type: ignore[method-assign]
     for step, batch in enumerate(batches(case)):
         out = run.step({name: tensor[share(case, run.data_rank)] for name, tensor in batch.items()})
-        found[f"loss/{step}"], found[f"norm/{step}"] = torch.tensor(out.loss), torch.tensor(out.grad_norm)
+        found[f"loss/{step}"], found[f"norm/{step}"] = (
+            torch.tensor(value, dtype=torch.float64) for value in (out.loss, out.grad_norm)
+        )
     for key, tensor in run.state().items():
         if key.startswith("weights/"):
             found[key.replace("weights/", "weight/")] = whole(tensor)
@@ -158,8 +160,9 @@ def share(case: Case, data_rank: int) -> slice:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the full tensor, gathered from all ranks where it is sharded."""
-    full: torch.Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return full.clone()
+    with torch.no_grad():
+        full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
 
 
 def differences(case: Case, wanted: Record, found: Record) -> tuple[str, ...]:
@@ -172,10 +175,10 @@ def differences(case: Case, wanted: Record, found: Record) -> tuple[str, ...]:
         errors.append(f"only on one side: {', '.join(odd[:4])}")
     for key in sorted(set(wanted) & set(found)):
         kind, name = key.split("/")[0], key.split("/", 1)[1]
-        away = (wanted[key].double() - found[key].double()).abs()
+        apart = (wanted[key].double() - found[key].double()).abs()
         if kind == "weight":
-            away = torch.where(_determined(wanted, name, limit), away, 0.0)
-        away = float(away.max())
+            apart = torch.where(_determined(wanted, name, limit), apart, 0.0)
+        away = float(apart.max())
         size = float(wanted[key].double().abs().max())
         allowed = getattr(limit, kind) * (case.plan.recipe.learning_rate if kind == "weight" else size)
         if not away <= allowed:  # NaN fails too

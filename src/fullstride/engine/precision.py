@@ -81,7 +81,8 @@ class Weights:
         for index, param in enumerate(self.params):
             if param.requires_grad and param.dtype != wide:
                 self._gathered[index] = torch.zeros_like(param, dtype=wide)
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+                tensor: Any = param
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook(index)))
 
     def _hook(self, index: int) -> Any:
         def take(param: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fullstride.engine.anatomy import logits_of
 from fullstride.engine.apply import Applied, apply_plan
@@ -70,8 +71,7 @@ class Run:
         self._carrier = applied.carrier
         self._weights = applied.weights
         self._ranks = plan.layout.data_parallel
-        inner = getattr(self._carrier.module, "module", self._carrier.module)
-        self._hf = hasattr(inner, "get_input_embeddings")
+        self._hf = hasattr(self.module, "get_input_embeddings")
 
     @property
     def model(self) -> nn.Module:
@@ -82,7 +82,7 @@ class Run:
     def module(self) -> nn.Module:
         """The user's model itself, without a wrapper."""
         inner = self._carrier.module
-        return inner.module if self.plan.shard.carrier == "ddp" else inner
+        return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
     @property
     def data_rank(self) -> int:
