@@ -6,6 +6,7 @@ rank 0, so that a reader can lay the ranks over each other. The writer buffers a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,17 @@ class RunEnd(Event, frozen=True, kw_only=True, tag="run_end"):
     note: str = ""
 
 
-AnyEvent: TypeAlias = RunStart | StepEnd | Span | Memory | Progress | RunEnd
+class Evaluation(Event, frozen=True, kw_only=True, tag="evaluation"):
+    """Loss on held-out data after `step` optimizer steps."""
+
+    step: int
+    loss: float
+    """Mean per token."""
+    tokens: int
+    """Tokens that counted."""
+
+
+AnyEvent: TypeAlias = RunStart | StepEnd | Span | Memory | Progress | Evaluation | RunEnd
 
 
 def now_ns() -> int:
@@ -141,18 +152,32 @@ class EventWriter:
         self._out.close()
 
 
-def read_events(path: Path) -> Iterator[AnyEvent]:
-    """All events of one rank in order; a last line that a kill cut short is left out.
+def read_events(path: Path, start: int = 0) -> Iterator[AnyEvent]:
+    """Events of one rank in order; a last line that a kill cut short is left out.
+
+    Args:
+        path: the rank's file.
+        start: bytes to leave out at its head, which must end with a line.
 
     Raises:
         BadInput: a line inside the file is no event.
     """
     decoder = msgspec.json.Decoder(AnyEvent)
     with open(path, "rb") as lines:
+        lines.seek(start)
         for number, line in enumerate(lines, 1):
             try:
-                yield decoder.decode(line)
+                yield _decoded(line, decoder)
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 if not line.endswith(b"\n"):
                     return
                 raise BadInput(f"{path}: line {number}: {error}", fix="the file is damaged") from None
+
+
+def _decoded(line: bytes, decoder: msgspec.json.Decoder[AnyEvent]) -> AnyEvent:
+    """One event; JSON has no word for NaN or infinity, `null` stands for them where a float is due."""
+    if b":null" not in line:
+        return decoder.decode(line)
+    raw = msgspec.json.decode(line)
+    event: AnyEvent = msgspec.convert({key: math.nan if value is None else value for key, value in raw.items()}, AnyEvent)
+    return event

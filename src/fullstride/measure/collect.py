@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -40,8 +42,19 @@ class OrderEvents(Value, frozen=True, kw_only=True):
     host_bytes: int = 0
 
 
-def events_of_order(run_dir: RunDir, label: str, num_ranks: int) -> OrderEvents:
+def sizes_of_events(run_dir: RunDir, num_ranks: int) -> dict[int, int]:
+    """Bytes in each rank's event file: where what comes next will start."""
+    return {rank: path.stat().st_size for rank in range(num_ranks) if (path := run_dir.events(rank)).exists()}
+
+
+def events_of_order(run_dir: RunDir, label: str, num_ranks: int, starts: Mapping[int, int] | None = None) -> OrderEvents:
     """Collect the events of the order named `label`; ranks that wrote nothing are left out.
+
+    Args:
+        run_dir: where the event files lie.
+        label: of the order.
+        num_ranks: ranks to look for.
+        starts: `sizes_of_events` from before the order, so that long files need not be read whole.
 
     Raises:
         BadInput: an event file is damaged.
@@ -51,7 +64,7 @@ def events_of_order(run_dir: RunDir, label: str, num_ranks: int) -> OrderEvents:
     used = host = 0
     for rank in range(num_ranks):
         path = run_dir.events(rank)
-        events: list[AnyEvent] = list(read_events(path)) if path.exists() else []
+        events: list[AnyEvent] = list(read_events(path, (starts or {}).get(rank, 0))) if path.exists() else []
         own = tuple(e for e in events if isinstance(e, StepEnd) and e.order == label)
         if not own:
             continue
@@ -156,7 +169,8 @@ def measurement_of(
     """Put together what was seen of one plan.
 
     `tokens_per_step` counts every token that is processed, also those whose loss is masked. `shares` are those of the
-    profiled window; they are brought to the length of the timed steps here.
+    profiled window; they are brought to the length of the timed steps here. `losses` and `grad_norms` end before the
+    first that is not finite, which JSON cannot hold.
 
     Raises:
         BadInput: no round counts.
@@ -192,6 +206,6 @@ def measurement_of(
         memory=memory,
         build_seconds=build_seconds,
         recompiles=recompiles,
-        losses=tuple(losses),
-        grad_norms=tuple(grad_norms),
+        losses=tuple(takewhile(math.isfinite, losses)),
+        grad_norms=tuple(takewhile(math.isfinite, grad_norms)),
     )

@@ -19,6 +19,7 @@ from fullstride.measure.collect import (
     events_of_order,
     measurement_of,
     read_versions,
+    sizes_of_events,
     step_seconds,
 )
 from fullstride.measure.compare import compare_rounds
@@ -205,10 +206,11 @@ class Driver:
 
     def _run(self, record: Record, steps: int) -> tuple[tuple[float, ...], OrderEvents, Reply] | Failure:
         label = self._label(record)
+        starts = sizes_of_events(self.run_dir, record.plan.layout.world_size)
         reply = self.session.run(steps, label, timeout_seconds=self._limit())
         if reply.failure or not reply.ok:
             return _failure_of(reply)
-        events = self._events(record, label, steps)
+        events = self._events(record, label, steps, starts)
         times = step_seconds(events)
         if len(times) < steps:
             return Failure(failure="crash", message=f"the worker announced {steps} steps and wrote down {len(times)}")
@@ -217,11 +219,11 @@ class Driver:
             self._watch(record.name, sum(times) / len(times))
         return times, events, reply
 
-    def _events(self, record: Record, label: str, steps: int) -> OrderEvents:
+    def _events(self, record: Record, label: str, steps: int, starts: dict[int, int]) -> OrderEvents:
         ranks = record.plan.layout.world_size
         give_up = time.monotonic() + _FLUSH_SECONDS
         while True:
-            events = events_of_order(self.run_dir, label, ranks)
+            events = events_of_order(self.run_dir, label, ranks, starts)
             whole = len(events.steps) == ranks and all(len(own) >= steps for own in events.steps.values())
             if whole or time.monotonic() > give_up:
                 return events

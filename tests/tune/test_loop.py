@@ -1,0 +1,252 @@
+import math
+import statistics
+
+import pytest
+from tests.tune.fakes import (
+    AUTOCAST,
+    FakeClock,
+    FakeSession,
+    bytes_by_parts,
+    fake_cluster,
+    fake_plan,
+    fake_price,
+    fake_spec,
+    oom,
+    seconds_by_parts,
+)
+
+from fullstride.files import read_json
+from fullstride.plan.plan import Batch
+from fullstride.plan.toml import read_plan
+from fullstride.rundir import Failure, RunDir
+from fullstride.tune.learned import learn, prediction_errors
+from fullstride.tune.levers import LEVERS
+from fullstride.tune.loop import tune
+from fullstride.tune.trial import Ladder
+
+
+class Bench:
+    """A tuning run on made-up machines."""
+
+    def __init__(self, folder):
+        self.folder, self.clock, self.heard = folder, FakeClock(), []
+
+    def tune(self, *, plan=None, minutes=10.0, cluster=None, price=None, resume=None, max_rungs=8, hear=None, **session):
+        run_dir = RunDir(root=str(self.folder / "run"))
+        self.session = FakeSession(run_dir, self.clock, **session)
+        self.began = self.clock.now
+        return tune(
+            spec=fake_spec(),
+            cluster=cluster or fake_cluster(),
+            baseline=plan or fake_plan(),
+            session=self.session,
+            run_dir=run_dir,
+            directory=self.folder,
+            budget_seconds=60 * minutes,
+            resume=resume,
+            on_progress=hear or self.heard.append,
+            pricer=price or fake_price(),
+            clock=self.clock,
+            max_rungs=max_rungs,
+        )
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def by_lever(ladder):
+    return {trial.lever: trial for trial in ladder.trials}
+
+
+def test_gains_are_climbed_the_largest_first_and_proven(bench, tmp_path):
+    ladder = bench.tune()
+    kept = [trial for trial in ladder.trials if trial.outcome == "kept"]
+    assert kept[0].lever == "precision"
+    assert {trial.lever for trial in kept} >= {"precision", "compile", "micro-batch"}
+    assert ladder.best_plan.batch.micro_batch == 4
+    assert ladder.best_plan.compile.mode == "block"
+    assert ladder.final.verdict == "better"
+    assert ladder.final.other.plan_hash == ladder.best_plan.plan_hash
+    assert ladder.final.base.plan_hash == ladder.baseline_plan.plan_hash
+    truth = seconds_by_parts(ladder.baseline_plan) / seconds_by_parts(ladder.best_plan)
+    assert ladder.final.ratio.low <= truth <= ladder.final.ratio.high
+    assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}, "every lever has its verdict"
+    assert all(trial.reason for trial in ladder.trials)
+    assert read_json(tmp_path / "ladder.json", Ladder) == ladder
+    assert read_plan(tmp_path / "best.toml").plan_hash == ladder.best_plan.plan_hash
+    assert ladder.stopped
+
+
+def test_the_budget_holds(bench):
+    for minutes in (2, 4, 8):
+        ladder = bench.tune(minutes=minutes)
+        assert bench.clock.now - bench.began <= 60 * minutes
+        assert ladder.spent_seconds <= 60 * minutes
+
+
+def test_where_nothing_wins_the_baseline_stands(bench):
+    ladder = bench.tune(seconds=lambda plan: 1.0, noise=0.01)
+    assert ladder.best_plan == ladder.baseline_plan
+    assert ladder.final is None
+    assert all(trial.outcome in ("undone", "not tried") for trial in ladder.trials)
+    assert any(trial.outcome == "undone" for trial in ladder.trials)
+
+
+def test_noise_alone_is_hardly_ever_kept(bench):
+    kept = sum(bench.tune(seconds=lambda plan: 1.0, noise=0.02, seed=seed).best_plan != fake_plan() for seed in range(20))
+    assert kept <= 1
+
+
+def test_losses_are_undone(bench):
+    ladder = bench.tune(seconds=lambda plan: 2.0 if plan.compile.mode == "block" else 1.0)
+    assert by_lever(ladder)["compile"].outcome == "undone"
+    assert "screen" in by_lever(ladder)["compile"].reason
+
+
+def test_out_of_memory_is_recorded_and_larger_plans_are_not_tried(bench):
+    ladder = bench.tune(fails=lambda plan: oom(plan) if plan.batch.micro_batch >= 2 else None)
+    failed = [trial for trial in ladder.trials if trial.outcome == "failed"]
+    assert failed
+    assert all(trial.failure.failure == "out_of_memory" for trial in failed)
+    sizes = [trial.estimate.peak_device_bytes for trial in failed]
+    assert sizes == sorted(sizes, reverse=True), "after each the memory that is hoped for is smaller"
+    assert ladder.best_plan.batch.micro_batch == 1
+    assert ladder.final.verdict == "better"
+
+
+@pytest.mark.parametrize("kind", ["hang", "crash", "unavailable"])
+def test_other_failures_are_recorded_with_their_cause(bench, kind):
+    failure = Failure(failure=kind, message=f"it was a {kind}")
+    ladder = bench.tune(fails=lambda plan: failure if plan.compile.mode == "block" else None)
+    trial = by_lever(ladder)["compile"]
+    assert trial.outcome == "failed"
+    assert trial.failure.failure == kind
+    assert kind in trial.reason
+    assert ladder.best_plan.compile.mode == "off"
+
+
+def test_nan_is_fast_and_not_kept(bench):
+    ladder = bench.tune(loss=lambda plan, step: math.nan if plan.precision.cast != "none" else 5.0)
+    assert by_lever(ladder)["precision"].outcome == "failed"
+    assert ladder.best_plan.precision.cast == "none"
+
+
+def test_learning_that_strays_is_undone(bench):
+    ladder = bench.tune(loss=lambda plan, step: 5.0 if plan.precision.cast == "none" else 5.05)
+    trial = by_lever(ladder)["precision"]
+    assert trial.outcome == "undone"
+    assert "loss of step 0" in trial.reason
+
+
+def test_a_baseline_that_does_not_fit_becomes_smaller(bench):
+    plan = fake_plan(batch=Batch(micro_batch=4, accumulation=1))
+    ladder = bench.tune(plan=plan, fails=lambda plan: oom(plan) if plan.batch.micro_batch > 1 else None)
+    steps = [trial for trial in ladder.trials if trial.lever == "baseline"]
+    assert [trial.outcome for trial in steps] == ["failed", "failed"]
+    assert steps[0].plan == plan
+    assert ladder.baseline_plan.batch.micro_batch == 1
+    assert ladder.baseline is not None
+
+
+def test_a_baseline_that_fails_ends_it(bench, tmp_path):
+    ladder = bench.tune(fails=lambda plan: Failure(failure="crash", message="no such file"))
+    assert "no such file" in ladder.stopped
+    assert ladder.baseline is None
+    assert not (tmp_path / "best.toml").exists()
+    assert "nan" in bench.tune(loss=lambda plan, step: math.nan).stopped
+
+
+def test_what_is_not_available_says_so(bench):
+    ladder = bench.tune(cluster=fake_cluster(kind="cpu", has_compiler=False))
+    trial = by_lever(ladder)["compile"]
+    assert trial.outcome == "not tried"
+    assert "compiler" in trial.reason
+
+
+def test_a_chunked_loss_makes_room_for_a_micro_batch(bench):
+    def memory(plan):
+        return int(bytes_by_parts(plan) * 2.4)
+
+    plan = fake_plan(precision=AUTOCAST, batch=Batch(micro_batch=2, accumulation=2))
+    price = fake_price(lambda plan: 1 + 1 / plan.batch.micro_batch + 0.01 * (plan.loss.kind == "chunked"), memory)
+    ladder = bench.tune(
+        plan=plan, price=price, memory=memory, seconds=lambda plan: 1 + 1 / plan.batch.micro_batch,
+        fails=lambda plan: oom(plan) if memory(plan) > 2**36 else None, cluster=fake_cluster(has_compiler=False, kind="cpu"),
+    )  # fmt: skip
+    kept = [trial for trial in ladder.trials if trial.outcome == "kept"]
+    assert any("makes room for micro-batch 2 -> 4" in trial.change for trial in kept)
+    assert ladder.best_plan.batch.micro_batch == 4
+
+
+def test_memory_is_not_saved_for_its_own_sake(bench):
+    ladder = bench.tune(memory=lambda plan: bytes_by_parts(plan) // 2)
+    assert "under the target of 65%" in by_lever(ladder)["recompute"].reason
+
+
+def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
+    """The last rung was luck: against the baseline at the end, its plan is slow."""
+    kept, heard = [], []
+
+    def seconds(plan):
+        late = heard and heard[-1].phase == "final"
+        if late and kept and plan.plan_hash == kept[-1].plan.plan_hash:
+            return 3.0
+        return seconds_by_parts(plan)
+
+    def hear(said):
+        heard.append(said)
+        if said.ended and said.ended.outcome == "kept":
+            kept.append(said.ended)
+
+    ladder = bench.tune(seconds=seconds, minutes=20, hear=hear)
+    last = next(trial for trial in ladder.trials if trial.index == kept[-1].index)
+    assert last.outcome == "undone"
+    assert "did not hold" in last.reason
+    assert ladder.best_plan.plan_hash == kept[-2].plan.plan_hash
+    assert ladder.final.verdict == "better"
+    assert ladder.final.other.plan_hash == ladder.best_plan.plan_hash
+
+
+@pytest.mark.parametrize("orders", [1, 15, 40, 90])
+def test_an_interrupted_run_is_resumed(bench, tmp_path, orders):
+    with pytest.raises(KeyboardInterrupt):
+        bench.tune(stop_after=orders)
+    path = tmp_path / "ladder.json"
+    before = read_json(path, Ladder) if path.exists() else None
+    ladder = bench.tune(resume=before)
+    assert ladder.final.verdict == "better"
+    assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}
+    if before:
+        assert ladder.trials[: len(before.trials)] == before.trials
+        assert ladder.spent_seconds > before.spent_seconds
+    hashes = [trial.plan.plan_hash for trial in ladder.trials if trial.outcome != "not tried"]
+    assert len(hashes) == len(set(hashes)), "nothing is tried twice"
+
+
+def test_at_most_so_many_rungs(bench):
+    ladder = bench.tune(max_rungs=1)
+    assert sum(trial.outcome != "not tried" for trial in ladder.trials) == 1
+    assert "1 trials are done" in ladder.stopped
+    assert "predicted at" in next(t.reason for t in ladder.trials if t.outcome == "not tried" and "1 trials" in t.reason)
+
+
+def test_progress_is_told(bench):
+    bench.tune()
+    phases = [said.phase for said in bench.heard]
+    assert list(dict.fromkeys(phases)) == ["baseline", "noise", "trial", "final", "done"]
+    assert all(said.left_seconds >= 0 for said in bench.heard)
+    assert any(said.step_seconds for said in bench.heard if said.phase == "trial")
+    assert next(said.ended.outcome for said in bench.heard if said.ended) == "kept"
+
+
+def test_predictions_are_corrected_by_what_was_measured(bench):
+    ladder = bench.tune(seconds=lambda plan: 1.5 * seconds_by_parts(plan), memory=lambda plan: int(1.1 * bytes_by_parts(plan)))
+    errors = prediction_errors(ladder)
+    assert errors[0].name == "baseline"
+    assert statistics.fmean(error.time for error in errors) == pytest.approx(1 / 1.5 - 1, abs=0.02)
+    assert errors[0].memory == pytest.approx(1 / 1.1 - 1, abs=0.001)
+    learned = learn(ladder)
+    assert learned.memory_ratio == pytest.approx(1.1, abs=0.001)
+    assert learned.factors["compute"] == pytest.approx(1.5 * 0.9, rel=0.05)
