@@ -19,7 +19,7 @@ def packing_of(tmp_path, texts, length, documents="across", seed=0, suffix="txt"
 
 
 def loader_of(packing, per_step, index=0, count=1, first=0, **data):
-    return Loader(packing, per_step, Share(index, count), Data(**data), torch.device("cpu"), first)
+    return Loader(packing, per_step, Share(index, count), Data(**data), first_sample=first)
 
 
 @settings(max_examples=40, deadline=None)

@@ -44,25 +44,36 @@ class Loader:
 
     Attributes:
         samples: global samples consumed by all ranks so far; where a resumed run goes on, in whatever layout.
+        per_step: global samples of one step.
+        num_samples: packed samples of the corpus, one epoch.
         waited: (start, end) in nanoseconds of the last wait inside `next`.
     """
 
     def __init__(
-        self, packing: Packing, samples_per_step: int, share: Share, data: Data, device: torch.device, first_sample: int = 0
+        self, packing: Packing, samples_per_step: int, share: Share, data: Data, *, pin: bool = False, first_sample: int = 0
     ) -> None:
-        """Prepare to read from `first_sample` on (a global sample number)."""
+        """Prepare to read.
+
+        Args:
+            packing: the corpus in samples.
+            samples_per_step: of the whole world.
+            share: this rank's part of them.
+            data: threads and how far ahead they work.
+            pin: put batches into pinned memory (only where there is a GPU).
+            first_sample: global sample to begin with.
+        """
         assert samples_per_step % share.count == 0, "rules.py lets only whole shares through"
         self.samples = first_sample
         self.waited = (0, 0)
-        self._packing, self._per_step, self._share, self._device = packing, samples_per_step, share, device
-        self._pin = data.pin and device.type == "cuda"
+        self.per_step = samples_per_step
+        self.num_samples = packing.num_samples
+        self._packing, self._share, self._pin = packing, share, pin
         self._pool = ThreadPoolExecutor(data.workers, thread_name_prefix="data") if data.workers else None
         self._ahead = max(1, data.prefetch)
         self._queue: deque[Future[dict[str, Tensor]]] = deque()
-        self._asked = first_sample
 
     def next(self) -> dict[str, Tensor]:
-        """The next step's batch on the device: `input_ids` and `labels` (and `document_ids`), [samples, sequence] int64.
+        """The next step's batch, on the host: `input_ids` and `labels` (and `document_ids`), [samples, sequence] int64.
 
         Raises:
             BadInput: what a worker thread met, raised here.
@@ -70,17 +81,15 @@ class Loader:
         """
         start = now_ns()
         batch = self._prepared() if self._pool else self.batch(self.samples)
-        if self._device.type != "cpu":
-            batch = {name: value.to(self._device, non_blocking=self._pin) for name, value in batch.items()}
-        self.samples += self._per_step
+        self.samples += self.per_step
         self.waited = (start, now_ns())
         return batch
 
     def _prepared(self) -> dict[str, Tensor]:
         assert self._pool is not None
         while len(self._queue) < self._ahead:
-            self._queue.append(self._pool.submit(self.batch, self._asked))
-            self._asked += self._per_step
+            following = self.samples + len(self._queue) * self.per_step
+            self._queue.append(self._pool.submit(self.batch, following))
         ready = self._queue.popleft()
         try:
             return ready.result(timeout=WAIT_SECONDS)
@@ -88,12 +97,12 @@ class Loader:
             message = f"waited {WAIT_SECONDS:.0f} s for the data threads of data rank {self._share.index}"
             raise TimedOut(message, fix="check the disk that holds the data") from None
         finally:
-            self._queue.append(self._pool.submit(self.batch, self._asked))
-            self._asked += self._per_step
+            following = self.samples + (len(self._queue) + 1) * self.per_step
+            self._queue.append(self._pool.submit(self.batch, following))
 
     def batch(self, first_sample: int) -> dict[str, Tensor]:
         """This rank's share of the step that begins at a global sample, on the host."""
-        per_rank = self._per_step // self._share.count
+        per_rank = self.per_step // self._share.count
         begin = first_sample + self._share.index * per_rank
         rows = [self._packing.sample(k) for k in range(begin, begin + per_rank)]
         batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}

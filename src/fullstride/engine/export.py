@@ -1,0 +1,218 @@
+"""The trained model as a Hugging Face directory, gathered one parameter at a time.
+
+A model that is not transformers' own gets its weights as plain safetensors and a note that says how to load them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullstride.engine.data.tokenise import BYTES, TOKENIZER_FILES
+from fullstride.errors import BadInput, EnvironmentFault
+from fullstride.files import write_bytes
+from fullstride.plan.plan import DType, Plan
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file of weights, as transformers writes them; also the host memory that exporting takes on rank 0."""
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_PREFIXES = ("module.", "_orig_mod.")
+_NOTE = """# Weights of a torch.nn.Module
+
+    from safetensors.torch import load_file
+    weights = {}
+    for path in sorted(FOLDER.glob("*.safetensors")):
+        weights.update(load_file(path))
+    model.load_state_dict(weights, strict=False)  # tied parameters and buffers are not repeated
+"""
+
+
+class Exportable(Protocol):
+    """The part of a Run that exporting needs."""
+
+    plan: Plan
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, without a wrapper."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Live tensors under `weights/NAME` and other kinds."""
+        ...
+
+
+def refuse_existing(folder: Path) -> None:
+    """Nothing is overwritten.
+
+    Raises:
+        BadInput: there is something at `folder`.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"export folder {str(folder)!r} is not empty", fix="choose another folder, or remove it")
+
+
+def export(run: Exportable, folder: Path, *, dtype: DType = "fp32", shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the model's weights for others to use; called by all ranks, written by rank 0, whole or not at all.
+
+    Args:
+        run: in any layout.
+        folder: made; must not exist or be empty.
+        dtype: of the floating-point weights in the files; the masters' own fp32 loses nothing.
+        shard_bytes: largest file.
+
+    Raises:
+        BadInput: `folder` is not empty.
+        EnvironmentFault: the disk is full or may not be written; nothing is left.
+    """
+    refuse_existing(folder)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    building = folder.parent / f".{folder.name}.partial"
+    problem = ""
+    try:
+        if first:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+        problem = _write_weights(_weights(run, TORCH_DTYPE[dtype]), building, shard_bytes, write=first)
+        if first and not problem:
+            _write_rest(run, building, dtype)
+            if folder.exists():
+                folder.rmdir()
+            building.rename(folder)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    finally:
+        if first:
+            shutil.rmtree(building, ignore_errors=True)
+    problem = _from_first(problem)
+    if problem:
+        raise EnvironmentFault(f"{folder}: not exported ({problem})", fix="free disk space or choose another place")
+
+
+def _from_first(problem: str) -> str:
+    """What rank 0 met, on every rank."""
+    told = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _weights(run: Exportable, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors on the host, one after the other; every rank must take every one, because gathering is collective."""
+    names = set()
+    for key, value in run.state().items():
+        kind, _, name = key.partition("/")
+        if kind == "weights":
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            names.add(name)
+            yield name, _copied(whole, dtype)
+    for name, value in _persistent_buffers(run.module):
+        if name not in names:
+            yield name, _copied(value, dtype)
+
+
+def _copied(value: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value.detach()
+    return value.to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True).contiguous()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that the model itself would save, under its own names."""
+    saved = module.state_dict(keep_vars=True)
+    for name, value in module.named_buffers():
+        if name in saved:
+            yield _clean(name), value
+
+
+def _clean(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, write: bool) -> str:
+    """Fill files up to `shard_bytes`; returns what the disk refused, and goes on gathering so that no rank waits."""
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+    problem = ""
+    for name, value in weights:
+        if not write or problem:
+            continue
+        if held and size + value.nbytes > shard_bytes:
+            problem = _put(held, folder, files)
+            held, size = {}, 0
+        held[name] = value
+        size, total = size + value.nbytes, total + value.nbytes
+    if write and not problem and held:
+        problem = _put(held, folder, files)
+    if write and not problem:
+        _name_files(folder, files, total)
+    return problem
+
+
+def _put(held: dict[str, Tensor], folder: Path, files: list[list[str]]) -> str:
+    try:
+        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+    except Exception as error:  # safetensors raises its own, and OSError
+        return str(error).splitlines()[0]
+    files.append(list(held))
+    return ""
+
+
+def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
+    """The names that transformers looks for: one file, or numbered ones with an index."""
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    index = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / name)
+        index.update(dict.fromkeys(names, name))
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    write_bytes(folder / "model.safetensors.index.json", json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _write_rest(run: Exportable, folder: Path, dtype: DType) -> None:
+    """Configuration and tokenizer, or the note."""
+    module: Any = run.module
+    if not hasattr(module, "config") or not hasattr(module.config, "to_dict"):
+        write_bytes(folder / "README.md", _NOTE.encode())
+        return
+    config = {**module.config.to_dict(), "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    config["architectures"] = [_class_name(module)]
+    config["use_cache"] = True
+    write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True, default=str).encode() + b"\n")
+    if getattr(module, "generation_config", None) is not None:
+        module.generation_config.save_pretrained(folder)
+    source = run.plan.workload.tokenizer
+    if source != BYTES:
+        home = Path(source) if Path(source).is_dir() else Path(source).parent
+        names = TOKENIZER_FILES if Path(source).is_dir() else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        for name in names:
+            origin = home / name
+            if not Path(source).is_dir() and name == "tokenizer.json":
+                origin = Path(source)
+            if origin.is_file():
+                shutil.copyfile(origin, folder / name)
+
+
+def _class_name(module: nn.Module) -> str:
+    # fully_shard changes a module's class to a subclass of its own whose name begins with FSDP.
+    name = type(module).__name__
+    return name.removeprefix("FSDP")
