@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from samples_report import HOSTILE, document
+from tests.report.samples_report import HOSTILE, document
 
 from fullstride.report.document import Chart, Code, Document, Stat, Stats, Trace
 from fullstride.report.progress import ProgressView

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples_report import HOSTILE, document
+from tests.report.samples_report import HOSTILE, document
 
 from fullstride.files import from_json, to_json
 from fullstride.report.document import Bar, Chart, Document, Matrix, Timeline

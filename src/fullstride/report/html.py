@@ -34,7 +34,10 @@ from fullstride.report.words import DASH, finite, five_numbers, number, plain
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 _LONG_CELL = 28
+_FEW_COLUMNS = 4
 _LONG_DATA = 400
+_STATS_PER_ROW = {1: 1, 2: 2, 3: 3, 5: 5, 6: 3, 9: 3, 10: 5}
+"""Figures beside each other on a wide page, so that rows are full; 4 for other numbers."""
 _MARK = (
     '<svg width="22" height="14" viewBox="0 0 22 14" aria-hidden="true"><path d="M1 13 6 7l4 3.5L21 1" fill="none" '
     'stroke="currentColor" stroke-width="2.2" stroke-linecap="round" stroke-linejoin="round"/></svg>'
@@ -121,7 +124,8 @@ def _stats(block: Stats) -> str:
     for stat in block.items:
         detail = f'<dd class="detail">{_esc(stat.note)}</dd>' if stat.note else ""
         items.append(f'<div><dt>{_esc(stat.label)}</dt><dd class="value {stat.tone}">{_esc(stat.value)}</dd>{detail}</div>')
-    return f'<dl class="stats">{"".join(items)}</dl>'
+    per_row = _STATS_PER_ROW.get(len(items), 4)
+    return f'<dl class="stats" style="--n:{per_row}">{"".join(items)}</dl>'
 
 
 def _table(block: Table) -> str:
@@ -139,7 +143,8 @@ def _table(block: Table) -> str:
             open_tag, close_tag = ('th scope="row"', "th") if place == 0 else ("td", "td")
             cells.append(f'<{open_tag} class="{kind}">{_esc(cell)}</{close_tag}>')
         rows.append(f'<tr class="{row.tone}">{"".join(cells)}</tr>')
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    narrow = ' class="narrow"' if "long" not in kinds and len(kinds) <= _FEW_COLUMNS else ""
+    table = f"<table{narrow}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return _framed("table", block.title, table, block.note)
 
 

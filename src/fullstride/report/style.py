@@ -36,9 +36,9 @@ section.lead{margin-top:28px}
 h2{font-size:clamp(20px,2.4vw,25px);line-height:1.25;letter-spacing:-.012em;font-weight:650;margin:0 0 16px}
 h3{font-size:16px;font-weight:650;margin:30px 0 10px}
 p{margin:0 0 14px;max-width:72ch;text-wrap:pretty;white-space:pre-line}
-.quiet{color:var(--ink-2)}.good{color:var(--good)}.warn{color:var(--warn)}.bad{color:var(--bad)}
-p.good,p.warn,p.bad{padding:11px 15px;border-radius:10px;max-width:none}
-p.good{background:var(--good-wash)}p.warn{background:var(--warn-wash)}p.bad{background:var(--bad-wash)}
+p.quiet{color:var(--ink-2)}p.good,p.warn,p.bad{padding:11px 16px;border-radius:10px;max-width:none}
+p.good{background:var(--good-wash);color:var(--good)}p.warn{background:var(--warn-wash);color:var(--warn)}
+p.bad{background:var(--bad-wash);color:var(--bad)}
 :focus-visible{outline:2px solid var(--accent);outline-offset:2px;border-radius:4px}
 footer.page{margin-top:72px;padding-top:18px;padding-bottom:40px;color:var(--ink-2);font-size:13px}
 """
@@ -48,9 +48,10 @@ _BLOCKS = """
 figure.card{padding:18px clamp(12px,2.2vw,22px) 14px}
 figcaption,.cap{font-size:15px;font-weight:620;line-height:1.4;margin:0 0 4px}
 .note{font-size:13.5px;line-height:1.5;color:var(--ink-2);margin:8px 0 0;max-width:82ch}
-dl.stats{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,190px),1fr));gap:1px;margin:0 0 18px;padding:0;
-  background:var(--line);border:1px solid var(--line);border-radius:14px;overflow:hidden}
-dl.stats>div{background:var(--card);padding:18px 20px 17px;display:flex;flex-direction:column;min-width:0}
+dl.stats{display:grid;grid-template-columns:repeat(var(--n,4),minmax(0,1fr));margin:0 0 18px;padding:0;background:var(--card);
+  border:1px solid var(--line);border-radius:14px;overflow:hidden}
+dl.stats>div{padding:18px 20px 17px;display:flex;flex-direction:column;min-width:0;box-shadow:0 0 0 .5px var(--line)}
+dl.stats .good{color:var(--good)}dl.stats .warn{color:var(--warn)}dl.stats .bad{color:var(--bad)}
 dl.stats dt{font-size:13px;color:var(--ink-2);line-height:1.4}
 dl.stats dd{margin:0}
 dl.stats dd.value{font-size:clamp(23px,2.6vw,29px);font-weight:640;letter-spacing:-.018em;line-height:1.25;margin-top:4px}
@@ -73,10 +74,11 @@ thead th{font-size:12.5px;font-weight:600;color:var(--ink-2);white-space:nowrap;
 th:first-child,td:first-child{padding-left:20px}th:last-child,td:last-child{padding-right:20px}
 tbody th{font-weight:560}
 td.r,th.r{text-align:right;white-space:nowrap}
-td.long{min-width:26ch}td.short,th.short{white-space:nowrap}
+td.long{min-width:19ch}table.narrow{width:auto;min-width:min(100%,600px)}td.short,th.short{white-space:nowrap}
 tr.good>:first-child{box-shadow:inset 3px 0 var(--good-fill)}tr.bad>:first-child{box-shadow:inset 3px 0 var(--bad-fill)}
 tr.warn>:first-child{box-shadow:inset 3px 0 var(--c2)}
 tr.good{background:color-mix(in srgb,var(--good-wash) 55%,transparent)}
+tr.bad{background:color-mix(in srgb,var(--bad-wash) 55%,transparent)}
 tr.quiet td,tr.quiet th{color:var(--ink-2)}
 details table{font-size:13px;width:auto}details th,details td{padding:4px 12px}
 .matrix table{width:auto}
@@ -93,10 +95,13 @@ details table{font-size:13px;width:auto}details th,details td{padding:4px 12px}
   border-radius:8px;padding:4px 12px;cursor:pointer;min-width:70px;min-height:32px}
 .code button:hover{border-color:var(--accent);color:var(--accent)}
 .tomltable{color:var(--accent);font-weight:600}.comment{color:var(--ink-2)}
+@media (max-width:820px){
+ dl.stats{grid-template-columns:repeat(2,minmax(0,1fr))}dl.stats>div:last-child:nth-child(odd){grid-column:1/-1}
+}
 @media (max-width:560px){
  body{font-size:15.5px}th,td{padding:8px 10px}th:first-child,td:first-child{padding-left:14px}
  .table .cap,.matrix .cap{padding:14px 14px 4px}.table .note,.matrix .note{padding:0 14px 12px}
- dl.stats{grid-template-columns:repeat(auto-fit,minmax(min(100%,150px),1fr))}dl.stats>div{padding:14px 15px}
+ dl.stats>div{padding:14px 15px}
  .code pre{padding:13px 14px}.code .bar{padding-left:14px}td.long{min-width:22ch}figure.card{padding:14px 12px 12px}
 }
 @media print{
