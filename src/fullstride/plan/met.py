@@ -25,13 +25,13 @@ ENV_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "UCX_")
 
 def below(least: float, *paths: str) -> Met:
     """The first of `paths` (`part.field`) whose value is under `least`."""
+    pairs = [tuple(path.split(".")) for path in paths]
 
     def met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
-        for path in paths:
-            part, name = path.split(".")
+        for part, name in pairs:
             value = getattr(getattr(plan, part), name)
             if value < least:
-                return f"{path} = {value}"
+                return f"{part}.{name} = {value}"
         return ""
 
     return met
@@ -39,13 +39,13 @@ def below(least: float, *paths: str) -> Met:
 
 def outside(low: float, high: float, *paths: str) -> Met:
     """Met outside [low, high)."""
+    pairs = [tuple(path.split(".")) for path in paths]
 
     def met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
-        for path in paths:
-            part, name = path.split(".")
+        for part, name in pairs:
             value = getattr(getattr(plan, part), name)
             if not low <= value < high:
-                return f"{path} = {value}"
+                return f"{part}.{name} = {value}"
         return ""
 
     return met

@@ -225,6 +225,7 @@ RULES: tuple[Rule, ...] = (
 """All rules, in the order in which they are checked."""
 
 SIZE_RULES = tuple(rule for rule in RULES if rule.code.startswith("size."))
+_OTHER_RULES = tuple(rule for rule in RULES if rule not in SIZE_RULES)
 
 
 def _broken(
@@ -241,7 +242,7 @@ def size_violations(plan: Plan) -> tuple[Violation, ...]:
 
 def check(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> tuple[Violation, ...]:
     """Every rule that `plan` breaks; empty when it may run. Impossible sizes are reported alone."""
-    return size_violations(plan) or _broken(RULES, plan, spec, cluster)
+    return size_violations(plan) or _broken(_OTHER_RULES, plan, spec, cluster)
 
 
 def require(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> None:

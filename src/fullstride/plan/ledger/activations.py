@@ -17,6 +17,7 @@ from fullstride.plan.facts import (
     master_bytes,
     micro_tokens,
     num_recomputed,
+    once,
     parts,
     product_bytes,
     residual_bytes,
@@ -29,6 +30,17 @@ STANDING: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
 
 def activations(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     """One row a sublayer, over all blocks that keep it; blocks made again keep their input, or their products too."""
+    return once(spec, ("activations", _shape(plan)), lambda: _activations(plan, spec))
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """All of a plan that activations depend on."""
+    p, again = plan.precision, plan.recompute
+    size = (plan.batch.micro_batch, plan.workload.sequence_length)
+    return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every)
+
+
+def _activations(plan: Plan, spec: ModelSpec) -> tuple[Row, ...]:
     sizes: dict[str, float] = {}
     for part in parts(spec):
         again = num_recomputed(plan, part)
