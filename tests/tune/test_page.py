@@ -76,7 +76,7 @@ def test_before_and_after_stand_beside_each_other():
 def test_the_waterfall_sums_to_what_was_measured():
     chart = waterfall(samples.won())
     (trace,) = chart.traces
-    assert trace.x == ("baseline", "compile", "chunked loss", "drift to the last measurement", "best plan")
+    assert trace.x == ("baseline", "compile", "chunked loss", "drift at the end", "best plan")
     assert trace.y[0] == pytest.approx(1610)
     assert trace.y[1] == pytest.approx(1610 / 1.237 - 1610)
     assert sum(trace.y[:-1]) == pytest.approx(trace.y[-1]) == pytest.approx(1200)

@@ -158,7 +158,7 @@ def health_table(named: Named) -> Table | None:
     names = ("figure", "plan", "value", "limit", "", "samples", "note")
     rights = {"value", "samples"}
     columns = tuple(Column(name=name, align="right" if name in rights else "left") for name in names)
-    return Table(title="Health", columns=columns, rows=tuple(rows), note=exposed_note(named))
+    return Table(title="Figures against their limits", columns=columns, rows=tuple(rows), note=exposed_note(named))
 
 
 def exposed_note(named: Named) -> str:

@@ -204,7 +204,7 @@ def _room_for_labels(layout: Figure, chart: Chart) -> None:
 
 def _axis(title: str) -> Figure:
     axis: Figure = {"automargin": True, "gridcolor": "var(--grid)", "linecolor": "var(--axis)", "zerolinecolor": "var(--axis)"}
-    axis |= {"tickfont": {"color": "var(--ink-2)"}, "ticks": "", "fixedrange": False}
+    axis |= {"tickfont": {"color": "var(--ink-2)"}, "ticks": "outside", "ticklen": 5, "tickcolor": CLEAR, "fixedrange": True}
     if title:
         axis["title"] = {"text": _text(title), "font": {"color": "var(--ink-2)", "size": 12}, "standoff": 10}
     return axis

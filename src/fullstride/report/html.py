@@ -120,6 +120,8 @@ def _code(block: Code) -> str:
 
 
 def _stats(block: Stats) -> str:
+    if not block.items:
+        return ""
     items = []
     for stat in block.items:
         detail = f'<dd class="detail">{_esc(stat.note)}</dd>' if stat.note else ""
@@ -138,14 +140,14 @@ def _table(block: Table) -> str:
     rows = []
     for row in block.rows:
         cells = []
-        for place, cell in enumerate(row.cells):
-            kind = kinds[place] if place < len(kinds) else "short"
+        padded = (*row.cells, *[""] * (len(kinds) - len(row.cells)))
+        for place, (cell, kind) in enumerate(zip(padded, kinds, strict=False)):
             open_tag, close_tag = ('th scope="row"', "th") if place == 0 else ("td", "td")
             cells.append(f'<{open_tag} class="{kind}">{_esc(cell)}</{close_tag}>')
         rows.append(f'<tr class="{row.tone}">{"".join(cells)}</tr>')
-    narrow = ' class="narrow"' if "long" not in kinds and len(kinds) <= _FEW_COLUMNS else ""
-    table = f"<table{narrow}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return _framed("table", block.title, table, block.note)
+    narrow = "long" not in kinds and len(kinds) <= _FEW_COLUMNS
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return _framed("table narrow" if narrow else "table", block.title, table, block.note)
 
 
 def _framed(kind: str, title: str, table: str, note: str) -> str:
@@ -157,10 +159,19 @@ def _framed(kind: str, title: str, table: str, note: str) -> str:
 
 
 def _chart(block: Chart) -> str:
+    if not finite(y for trace in block.traces for y in trace.y):
+        return _no_data(block.title, block.note)
     return _figure(block.title, figure_of(block), legend_of(block), _chart_data(block), block.note)
 
 
+def _no_data(title: str, note: str) -> str:
+    foot = f'<p class="note">{_esc(note)}</p>' if note else ""
+    return f'<figure class="card"><figcaption>{_esc(title)}</figcaption><p class="note">No data.</p>{foot}</figure>'
+
+
 def _timeline(block: Timeline) -> str:
+    if not block.bars:
+        return _no_data(block.title, block.note)
     legend = [(kind, colour(place)) for place, kind in enumerate(kinds_of(block))]
     rows = [(bar.lane, bar.name, bar.kind, number(bar.start), number(bar.end - bar.start)) for bar in block.bars]
     data = _data_table(("lane", "what", "kind", "start, s", "length, s"), rows)

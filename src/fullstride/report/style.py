@@ -35,7 +35,7 @@ section{margin-top:clamp(40px,6vw,64px);scroll-margin-top:16px}
 section.lead{margin-top:28px}
 h2{font-size:clamp(20px,2.4vw,25px);line-height:1.25;letter-spacing:-.012em;font-weight:650;margin:0 0 16px}
 h3{font-size:16px;font-weight:650;margin:30px 0 10px}
-p{margin:0 0 14px;max-width:72ch;text-wrap:pretty;white-space:pre-line}
+p{margin:0 0 18px;max-width:72ch;text-wrap:pretty;white-space:pre-line}
 p.quiet{color:var(--ink-2)}p.good,p.warn,p.bad{padding:11px 16px;border-radius:10px;max-width:none}
 p.good{background:var(--good-wash);color:var(--good)}p.warn{background:var(--warn-wash);color:var(--warn)}
 p.bad{background:var(--bad-wash);color:var(--bad)}
@@ -74,12 +74,13 @@ thead th{font-size:12.5px;font-weight:600;color:var(--ink-2);white-space:nowrap;
 th:first-child,td:first-child{padding-left:20px}th:last-child,td:last-child{padding-right:20px}
 tbody th{font-weight:560}
 td.r,th.r{text-align:right;white-space:nowrap}
-td.long{min-width:19ch}table.narrow{width:auto;min-width:min(100%,600px)}td.short,th.short{white-space:nowrap}
+td.long{min-width:19ch}td.short,th.short{white-space:nowrap}
 tr.good>:first-child{box-shadow:inset 3px 0 var(--good-fill)}tr.bad>:first-child{box-shadow:inset 3px 0 var(--bad-fill)}
 tr.warn>:first-child{box-shadow:inset 3px 0 var(--c2)}
 tr.good{background:color-mix(in srgb,var(--good-wash) 55%,transparent)}
 tr.bad{background:color-mix(in srgb,var(--bad-wash) 55%,transparent)}
 tr.quiet td,tr.quiet th{color:var(--ink-2)}
+.narrow,.matrix{width:fit-content;min-width:min(100%,600px);max-width:100%}.narrow .note,.matrix .note{width:0;min-width:100%}
 details table{font-size:13px;width:auto}details th,details td{padding:4px 12px}
 .matrix table{width:auto}
 .matrix td{text-align:center;min-width:58px;border:2px solid var(--card);border-radius:6px;padding:8px 6px;
@@ -102,7 +103,8 @@ details table{font-size:13px;width:auto}details th,details td{padding:4px 12px}
  body{font-size:15.5px}th,td{padding:8px 10px}th:first-child,td:first-child{padding-left:14px}
  .table .cap,.matrix .cap{padding:14px 14px 4px}.table .note,.matrix .note{padding:0 14px 12px}
  dl.stats>div{padding:14px 15px}
- .code pre{padding:13px 14px}.code .bar{padding-left:14px}td.long{min-width:22ch}figure.card{padding:14px 12px 12px}
+ .code pre{padding:13px 14px}.code .bar{padding-left:14px}td.long{min-width:22ch}.table tbody th.short{white-space:normal}
+ figure.card{padding:14px 12px 12px}
 }
 @media print{
  body{background:#fff;font-size:11pt}main,header.page,footer.page{max-width:none;padding-left:0;padding-right:0}

@@ -271,7 +271,7 @@ def waterfall(ladder: Ladder) -> Chart | None:
     note = "Each rung's own measured ratio, in turn."
     if ladder.final and ladder.final.other.plan_hash == ladder.best_plan.plan_hash:
         last = ladder.final.other.step_seconds.value * 1e3
-        names.append("drift to the last measurement")
+        names.append("drift at the end")
         values.append(last - level)
         level = last
         note += " Drift is what the last interleaved measurement found beyond their product."

@@ -85,7 +85,14 @@ def prediction_blocks(ladder: Ladder) -> list[AnyBlock]:
         Column(name="plan"),
         *[
             Column(name=name, align="right")
-            for name in ("step, predicted", "measured", "error", "peak, predicted", "measured", "error")
+            for name in (
+                "step, predicted",
+                "step, measured",
+                "error of time",
+                "peak, predicted",
+                "peak, measured",
+                "error of memory",
+            )
         ],
     )
     table = Table(
