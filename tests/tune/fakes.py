@@ -105,13 +105,15 @@ class FakeSession:
 
     def build(self, name, plan):
         assert self.plan is None, "what was built before must have been released"
+        seconds = self.build_seconds(plan, self.builds.count(name)) if callable(self.build_seconds) else self.build_seconds
         self.builds.append(name)
         self.plan, self.step = plan, 0
-        return self._reply(self.build_seconds, self.fails(plan))
+        return self._reply(seconds, self.fails(plan))
 
     def run(self, steps, label, profile=False, *, timeout_seconds=None):
         began = self.clock.now
-        times = [self.seconds(self.plan) * (1 + self.random.gauss(0, self.noise)) for _ in range(steps)]
+        noise = self.noise(self.plan) if callable(self.noise) else self.noise
+        times = [self.seconds(self.plan) * (1 + self.random.gauss(0, noise)) for _ in range(steps)]
         for rank in range(self.plan.layout.world_size):
             self._write(rank, label, began, times)
             if profile:

@@ -18,6 +18,8 @@ STABILITY_LIMIT = 0.05
 VOLATILITY_LIMIT = 0.08
 EFFICIENCY_LIMIT = 0.75
 ENOUGH_STEPS = 1000
+_SURE = 0.95
+"""Confidence of the intervals that a veto needs: it claims less than a gain does."""
 
 
 def health_figures(
@@ -111,7 +113,7 @@ def _clearly_less_stable(base: Measurement, other: Measurement) -> bool:
     ours, theirs = ([variation(r.step_seconds) for r in m.rounds if not r.void] for m in (other, base))
     if len(ours) < 2 or len(theirs) < 2:
         return False
-    return interval_of_mean(ours).low > interval_of_mean(theirs).high
+    return interval_of_mean(ours, _SURE).low > interval_of_mean(theirs, _SURE).high
 
 
 def _more_exposed(base: Measurement, other: Measurement) -> bool:

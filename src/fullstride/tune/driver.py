@@ -68,6 +68,11 @@ class Record:
     reserved: dict[int, list[int]] = field(default_factory=dict)
     memory: MemoryUse = field(default_factory=_nothing_used)
     build_seconds: float = 0.0
+    """Of the first build."""
+    rebuild_seconds: float = 0.0
+    """Of the newest build."""
+    first_seconds: float = 0.0
+    """Build and warm-up of the first visit, all compilation included."""
     warmup_steps: int = 0
     recompiles: int = 0
     shares: tuple[Share, ...] = ()
@@ -100,18 +105,19 @@ class Driver:
         self._built: Record | None = None
         # Event files grow over sessions in one RUN_DIR: labels of an earlier one must not come again.
         self._stamp, self._orders = f"{time.time_ns() // 1000:x}", 0
-        self.limit_seconds: Callable[[], float] | None = None
-        """How long an order may take at most; None leaves it to the session."""
+        self.limit_seconds: Callable[[int], float] | None = None
+        """How long an order of so many steps may take; None leaves it to the session."""
         self._since_build = 0
 
     def visit(self, record: Record, visit: Visit) -> Round | Failure:
         """One round of a plan; the record takes in what was seen."""
-        fresh = self._built is not record
+        fresh, began = self._built is not record, self.clock()
         failure = self._build(record) if fresh else None
         if failure is None and (fresh or visit.warmup_steps == visit.max_warmup_steps):
             failure = self._warm_up(record, visit)
         if failure:
             return self._failed(failure)
+        record.first_seconds = record.first_seconds or self.clock() - began
         outcome = self._run(record, visit.round_steps + LEAD_IN)
         if isinstance(outcome, Failure):
             return self._failed(outcome)
@@ -131,7 +137,7 @@ class Driver:
         if failure:
             return self._failed(failure)
         label = self._label(record)
-        reply = self.session.run(PROFILED_STEPS, label, profile=True, timeout_seconds=self._limit())
+        reply = self.session.run(PROFILED_STEPS, label, profile=True, timeout_seconds=self._limit(PROFILED_STEPS))
         if reply.failure or not reply.ok:
             return self._failed(_failure_of(reply))
         record.profiled = True
@@ -184,6 +190,7 @@ class Driver:
             return _failure_of(reply)
         self._built, self._since_build = record, 0
         record.build_seconds = record.build_seconds or reply.seconds
+        record.rebuild_seconds = reply.seconds
         return None
 
     def _warm_up(self, record: Record, visit: Visit) -> Failure | None:
@@ -207,7 +214,7 @@ class Driver:
     def _run(self, record: Record, steps: int) -> tuple[tuple[float, ...], OrderEvents, Reply] | Failure:
         label = self._label(record)
         starts = sizes_of_events(self.run_dir, record.plan.layout.world_size)
-        reply = self.session.run(steps, label, timeout_seconds=self._limit())
+        reply = self.session.run(steps, label, timeout_seconds=self._limit(steps))
         if reply.failure or not reply.ok:
             return _failure_of(reply)
         events = self._events(record, label, steps, starts)
@@ -249,8 +256,8 @@ class Driver:
         self._built = None
         return failure
 
-    def _limit(self) -> float | None:
-        return self.limit_seconds() if self.limit_seconds else None
+    def _limit(self, steps: int) -> float | None:
+        return self.limit_seconds(steps) if self.limit_seconds else None
 
     def _label(self, record: Record) -> str:
         self._orders += 1

@@ -43,8 +43,6 @@ MAX_RUNGS = 8
 MAX_TRIES = 2
 """Of one lever, where a try failed or was undone."""
 _BASELINE: Final = "baseline"
-_LEAST_LIMIT = 60.0
-"""Seconds that an order may take even when the budget is nearly spent."""
 _FIRST = Visit(index=0, label=_BASELINE, warmup_steps=2, max_warmup_steps=8, round_steps=2)
 
 
@@ -120,7 +118,6 @@ class _Loop:
         self.spec, self.cluster, self.directory = spec, cluster, directory
         self.pricer, self.clock, self.on_progress = pricer, clock, on_progress
         self.driver = Driver(session, run_dir, cluster, spec=spec, clock=clock, watch=self._watch)
-        self.driver.limit_seconds = lambda: max(_LEAST_LIMIT, self.left)
         self._now: tuple[TunePhase, Choice | None] = (_BASELINE, None)
 
     # -- time -----------------------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ class _Loop:
         self.base = self.best = Record(name=_BASELINE, plan=self.ladder.baseline_plan)
         for trial in self.ladder.trials:
             if trial.outcome == "kept":
-                self.best = Record(name=_name(trial.index), plan=trial.plan, profiled=True)
+                self.best = Record(name=_name(trial.index), plan=trial.plan)
 
     def write(self, **changes: object) -> None:
         self.ladder = msgspec.structs.replace(self.ladder, spent_seconds=self.spent, **changes)
@@ -181,24 +178,30 @@ class _Loop:
             self._set_pace(self.ladder.baseline.step_seconds.value, self.ladder.baseline.build_seconds)
             return True
         self._now = (_BASELINE, None)
-        first = self._first_visit()
+        first = self._first_visits()
         while isinstance(first, Failure):
             if not self._step_down(first):
                 return False
-            first = self._first_visit()
+            first = self._first_visits()
         if first.void:
             self.write(stopped=f"the baseline cannot be measured: {first.void}")
             return False
-        self._set_pace(self.base.known_seconds, self.base.build_seconds)
+        self._set_pace(self.base.known_seconds, self.base.rebuild_seconds)
         self.base.rounds = []
         return self._measure_noise()
 
-    def _first_visit(self) -> Round | Failure:
+    def _first_visits(self) -> Round | Failure:
+        """Two short visits: the first warms the machine up, the second tells what a visit takes from now on."""
         self._tell()
+        first = self.driver.visit(self.base, _FIRST)
+        if isinstance(first, Failure) or first.void:
+            return first
+        self.driver.release()
         return self.driver.visit(self.base, _FIRST)
 
     def _set_pace(self, step_seconds: float, build_seconds: float) -> None:
         self.pace = Pace(budget_seconds=self.ladder.budget_seconds, step_seconds=step_seconds, build_seconds=build_seconds)
+        self.driver.limit_seconds = self.pace.limit_seconds
 
     def _step_down(self, failure: Failure) -> bool:
         """Replace a baseline that ran out of memory by a smaller one, and write that down."""
@@ -254,9 +257,11 @@ class _Loop:
         while True:
             choices, passed = self._weigh()
             stop = self._stop_reason(choices)
-            if stop:
+            affordable = [] if stop else [choice for choice in choices if self._affords(choice)]
+            if not affordable:
+                stop = stop or "the time is spent"
                 break
-            self._try(choices[0])
+            self._try(affordable[0])
         self._give_verdicts(choices, passed, stop)
 
     def _weigh(self) -> tuple[list[Choice], list[Passed]]:
@@ -284,17 +289,20 @@ class _Loop:
             return f"no lever is predicted to bring {WORTH - 1:.0%}"
         if rungs >= self.max_rungs:
             return f"{rungs} trials are done"
-        if self.clock() + self.pace.screen_seconds > self.end_of_trials:
-            return "the time is spent"
         return ""
+
+    def _affords(self, choice: Choice) -> bool:
+        compiled = choice.move.plan.compile.mode != "off"
+        return self.clock() + self.pace.screen_seconds(compiled=compiled) <= self.end_of_trials
 
     def _try(self, choice: Choice) -> None:
         began, index = self.clock(), len(self.ladder.trials)
         self._now = ("trial", choice)
         self._tell()
         candidate = Record(name=_name(index), plan=choice.move.plan)
-        deadline = min(self.end_of_trials, began + 1.5 * self.pace.trial_seconds)
-        result = self._compare(self.best, candidate, deadline, screen=True)
+        result = self._compare(self.best, candidate, self.end_of_trials, screen=True)
+        if candidate.plan.compile.mode != "off" and candidate.first_seconds:
+            self.pace = msgspec.structs.replace(self.pace, compile_seconds=candidate.first_seconds)
         outcome, reason = self._verdict(result)
         if outcome == "kept":
             self.best = candidate
@@ -363,7 +371,7 @@ class _Loop:
             place = next(i for i, t in enumerate(trials) if t.index == trial.index)
             trials[place] = msgspec.structs.replace(trial, outcome="undone", reason=f"{trial.reason}; {reason}")
         below = [] if to_baseline else kept[:-1]
-        self.best = Record(name=_name(below[-1].index), plan=below[-1].plan, profiled=True) if below else self.base
+        self.best = Record(name=_name(below[-1].index), plan=below[-1].plan) if below else self.base
         self.write(trials=tuple(trials), best_plan=self.best.plan)
 
     def end(self) -> Ladder:

@@ -10,12 +10,16 @@ _SHARE = 1 / 8
 _VISITS = 6
 """Three alternations."""
 _LONGEST = 1.5
-"""A trial that is undecided may take this many shares."""
+"""A trial that is undecided may take this many shares, first builds aside."""
 _NOISE_SHARE = 1 / 6
 _WARM = 3
 """Steps of a visit that are not timed, for planning."""
-_FEWEST, _MOST = 3, 50
+_FEWEST, _MOST = 2, 200
 _MARGIN = 1.15
+_COMPILE_SECONDS = 45.0
+"""What the first build of a compiled plan takes beyond others, until one was seen; assumed."""
+_PATIENCE_SECONDS, _PATIENCE = 180.0, 20.0
+"""An order may take this long for what is done once, and this many times what its steps are expected to take."""
 
 
 class Pace(Value, frozen=True, kw_only=True):
@@ -24,6 +28,9 @@ class Pace(Value, frozen=True, kw_only=True):
     budget_seconds: float
     step_seconds: float
     build_seconds: float
+    """When it was built before."""
+    compile_seconds: float = _COMPILE_SECONDS
+    """More than that, for the first build of a compiled plan."""
 
     @property
     def trial_seconds(self) -> float:
@@ -58,10 +65,13 @@ class Pace(Value, frozen=True, kw_only=True):
         """Kept back for the last measurement of the best plan against the baseline."""
         return _VISITS * self.visit_seconds * _MARGIN
 
-    @property
-    def screen_seconds(self) -> float:
+    def screen_seconds(self, *, compiled: bool) -> float:
         """The least that a trial takes."""
-        return 3 * self.visit_seconds
+        return 3 * self.visit_seconds + (self.compile_seconds if compiled else 0.0)
+
+    def limit_seconds(self, steps: int) -> float:
+        """An order of so many steps that takes longer hangs."""
+        return max(_PATIENCE_SECONDS, self.trial_seconds) + _PATIENCE * steps * self.step_seconds
 
     def settings(self, threshold: float, *, screen: bool) -> Settings:
         """Of a comparison."""
