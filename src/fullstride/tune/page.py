@@ -70,7 +70,7 @@ def ladder_document(
     named = before_and_after(ladder)
     blocks: list[AnyBlock] = [Stats(items=_stats(ladder, state, named))]
     blocks += present([_warning(state), Text(text=_story(ladder, cluster))])
-    if train_command:
+    if train_command and state != "nothing runs":
         blocks.append(Code(text=train_command, title="train with the best plan", language="shell"))
     blocks += [Heading(text="The ladder"), *present([waterfall(ladder)]), trial_table(ladder)]
     blocks += _time_blocks(named)
@@ -78,23 +78,10 @@ def ladder_document(
     blocks += [Heading(text="Predictions"), *prediction_blocks(ladder)]
     blocks += [Heading(text="Health"), health_table(named) or Text(text="No health figure was taken.", tone="quiet")]
     blocks += [Heading(text="Machine"), *machine_blocks(cluster, named)]
-    blocks += [Heading(text="Plan"), Code(text=plan_text(ladder.best_plan), title="best.toml", language="toml")]
+    file = "the baseline plan" if state == "nothing runs" else "best.toml"
+    blocks += [Heading(text="Plan"), Code(text=plan_text(ladder.best_plan), title=file, language="toml")]
     where = f" Everything lies in {run_dir}." if run_dir else ""
     return Document(title=_headline(state, name, ladder), subtitle=_subtitle(state, ladder) + where, blocks=tuple(blocks))
-
-
-def ladder_summary(ladder: Ladder, *, spec_name: str = "", page: str = "", train_command: str = "") -> Document:
-    """What a terminal shows when tuning ends: the outcome, the rungs, the verdicts, the errors of the predictions."""
-    state = state_of(ladder)
-    name = spec_name or ladder.best_plan.model.source
-    blocks: list[AnyBlock] = [Stats(items=_stats(ladder, state, before_and_after(ladder)))]
-    blocks += present([_warning(state), waterfall(ladder), trial_table(ladder)])
-    blocks += prediction_blocks(ladder)
-    if train_command:
-        blocks.append(Code(text=train_command, title="train with the best plan", language="shell"))
-    if page:
-        blocks.append(Text(text=f"The page: {page}", tone="quiet"))
-    return Document(title=_headline(state, name, ladder), subtitle=_subtitle(state, ladder), blocks=tuple(blocks))
 
 
 def state_of(ladder: Ladder) -> State:
@@ -104,7 +91,9 @@ def state_of(ladder: Ladder) -> State:
         return "other runs" if changed and any(trial.outcome == "kept" for trial in ladder.trials) else "nothing runs"
     if not changed:
         return "stands"
-    return "won" if ladder.final and ladder.final.verdict == "better" else "unconfirmed"
+    # A final measurement may be of a plan that did not hold, and was taken back.
+    final = ladder.final if ladder.final and ladder.final.other.plan_hash == ladder.best_plan.plan_hash else None
+    return "won" if final and final.verdict == "better" else "unconfirmed"
 
 
 def kept_trials(ladder: Ladder) -> list[Trial]:
