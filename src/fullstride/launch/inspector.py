@@ -1,0 +1,46 @@
+"""The ModelSpec of any source: read here where that needs no torch, else in a process of the engine's own."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from fullstride.cluster.children import run_bounded
+from fullstride.errors import BadInput, EnvironmentFault, TimedOut
+from fullstride.files import read_json
+from fullstride.model.source import is_module_source, load_spec
+from fullstride.model.spec import ModelSpec
+
+INSPECT_MODULE = "fullstride.engine.inspect"
+INSPECT_SECONDS = 300.0
+
+
+def spec_of(source: str, *, timeout_seconds: float = INSPECT_SECONDS, module: str = INSPECT_MODULE) -> ModelSpec:
+    """What a model is made of.
+
+    Args:
+        source: a preset, a `config.json`, a model directory, or `file.py:function` / `package.module:function`.
+        timeout_seconds: for building a module on the meta device.
+        module: what reads modules.
+
+    Raises:
+        BadInput: the source is none of these, or its function fails.
+        EnvironmentFault: the reader could not be run.
+        TimedOut: it took too long.
+    """
+    if not is_module_source(source):
+        return load_spec(source)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "model.json"
+        code, output = run_bounded([sys.executable, "-m", module, source, str(out)], timeout_seconds=timeout_seconds)
+        if code is None:
+            fix = "see whether the function downloads or computes something"
+            raise TimedOut(f"waited {timeout_seconds:.0f} s for {source} to be built on the meta device", fix=fix)
+        if code == 0 and out.exists():
+            return read_json(out, ModelSpec)
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else f"ended with status {code}"
+    if code == EnvironmentFault.exit_code:
+        raise EnvironmentFault(f"{source}: {last}")
+    raise BadInput(f"{source}: {last}", fix="the function must return an nn.Module without arguments")
