@@ -39,9 +39,13 @@ class Pace(Value, frozen=True, kw_only=True):
 
     @property
     def round_steps(self) -> int:
-        """Timed steps of a round."""
+        """Timed steps of a round: what a trial's share allows, but at least as long as half a build takes.
+
+        A round that is short beside its build costs nearly what a longer one costs, and says less.
+        """
         free = self.trial_seconds / _VISITS - self.build_seconds - _WARM * self.step_seconds
-        return int(min(_MOST, max(_FEWEST, free / self.step_seconds)))
+        wanted = max(free, self.build_seconds / 2) / self.step_seconds
+        return int(min(_MOST, max(_FEWEST, wanted)))
 
     @property
     def visit_seconds(self) -> float:
@@ -55,10 +59,10 @@ class Pace(Value, frozen=True, kw_only=True):
 
     @property
     def noise_rounds(self) -> int:
-        """Rounds of the A/A run: an even number from 4 to 8."""
+        """Rounds of the A/A run, 6 or 8: with fewer the interval says nothing about the machine."""
         each = (1 + self.round_steps) * self.step_seconds
         affordable = (self.budget_seconds * _NOISE_SHARE - self.build_seconds) / each
-        return 2 * int(min(4, max(2, affordable / 2)))
+        return 8 if affordable >= 8 else 6
 
     @property
     def reserve_seconds(self) -> float:
