@@ -10,9 +10,10 @@ from fullstride.model.tape import Op, Per, Tape, Tensor
 
 Forward: TypeAlias = Callable[[Tape], object]
 CASTS: tuple[Cast, ...] = get_args(Cast)
-_Mode: TypeAlias = Literal["eager", "compiled"]
+Mode: TypeAlias = Literal["eager", "compiled"]
+Tapes: TypeAlias = dict[tuple[Mode, Cast], Tape]
 _Key: TypeAlias = tuple[int, str, float, Per, int]
-_Found: TypeAlias = dict[_Key, dict[tuple[_Mode, Cast], str]]
+_Found: TypeAlias = dict[_Key, dict[tuple[Mode, Cast], str]]
 
 _WIDTH = {"compute": 1.0, "fp32": 2.0, "int64": 4.0, "bool": 0.5}
 """Bytes relative to a 2-byte compute element."""
@@ -25,16 +26,21 @@ def assemble(forward: Forward, *, compiles: bool = True) -> tuple[Sublayer, ...]
         forward: writes one block (or the embedding, or the tail) on the tape it is given.
         compiles: whether a compiled block includes this part; ends of the model stay eager.
     """
-    tapes: dict[tuple[_Mode, Cast], Tape] = {}
-    found: _Found = {}
+    tapes: Tapes = {}
     for cast in CASTS:
-        for mode in get_args(_Mode):
-            tape = Tape(cast, compiled=compiles and mode == "compiled")
-            forward(tape)
-            tapes[mode, cast] = tape
-            for tensor, sub in _kept(tape):
-                key = (sub, tensor.name, float(tensor.elements), tensor.per, tensor.beyond)
-                found.setdefault(key, {})[mode, cast] = tensor.dtype
+        for mode in get_args(Mode):
+            tapes[mode, cast] = Tape(cast, compiled=compiles and mode == "compiled")
+            forward(tapes[mode, cast])
+    return merge(tapes)
+
+
+def merge(tapes: Tapes) -> tuple[Sublayer, ...]:
+    """Sublayers from the tapes of one part under every cast, eager and compiled; their sections must agree."""
+    found: _Found = {}
+    for (mode, cast), tape in tapes.items():
+        for tensor, sub in _kept(tape):
+            key = (sub, tensor.name, float(tensor.elements), tensor.per, tensor.beyond)
+            found.setdefault(key, {})[mode, cast] = tensor.dtype
     saved = _merged(found)
     costs = {cast: _costs(tapes["eager", cast], tapes["compiled", cast]) for cast in CASTS}
     plain = tapes["eager", "weights"]
@@ -90,7 +96,7 @@ def _kept(tape: Tape) -> list[tuple[Tensor, int]]:
 def _merged(found: _Found) -> list[tuple[int, Saved]]:
     out = []
     for (sub, name, elements, per, beyond), seen in found.items():
-        modes = {mode: _labels({c: d for (m, c), d in seen.items() if m == mode}) for mode in get_args(_Mode)}
+        modes = {mode: _labels({c: d for (m, c), d in seen.items() if m == mode}) for mode in get_args(Mode)}
         same = modes["eager"] == modes["compiled"]
         rows = [("always", modes["eager"])] if same else list(modes.items())
         for when, labels in rows:

@@ -66,6 +66,18 @@ class Section:
     attention: Attention | None = None
 
 
+def beyond_window(shape: Attention, sub: int) -> tuple[Tensor, ...]:
+    """What attention keeps besides where the sequence is longer than its window and a mask is given.
+
+    Each call widens the mask to the compute dtype, and grouped keys and values are repeated: fused kernels that take groups
+    take no mask.
+    """
+    more = (shape.num_heads - shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
+    mask = Tensor("mask", 1, "compute", "heavy", sub, per="pair", beyond=shape.window)
+    repeated = Tensor("repeated", more, "compute", "heavy", sub, beyond=shape.window)
+    return (mask, repeated) if more else (mask,)
+
+
 class Tape:
     """Records a forward under one precision cast, eager or compiled."""
 
@@ -238,17 +250,13 @@ class Tape:
         """Fused attention (flash, cuDNN): keeps q, k, v, its result and one fp32 log-sum-exp a head.
 
         The result is laid out like q. Where q was joined anew, heads stand before tokens (`head_major`), and bringing tokens
-        to the front again is a copy. Beyond a window a mask is given: each call widens it to the compute dtype, and grouped
-        keys and values are repeated, because fused kernels with groups take no mask.
+        to the front again is a copy.
         """
         sub = len(self.sections) - 1
         self.section.attention = shape
         q, k, v = (self.autocast(t, "compute") for t in (q, k, v))
         extra = [Tensor("lse", shape.num_heads, self.fp32, "heavy", sub)]
-        if shape.window:
-            more = (shape.num_heads - shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
-            extra.append(Tensor("mask", 1, "compute", "heavy", sub, per="pair", beyond=shape.window))
-            extra += [Tensor("repeated", more, "compute", "heavy", sub, beyond=shape.window)] if more else []
+        extra += beyond_window(shape, sub) if shape.window else ()
         width = shape.num_heads * shape.value_dim
         out = self.op("context", (q, k, v), width, dtype=q.dtype, kind="heavy", saves=(q, k, v, *extra), keeps_result=True)
         return self.op("context.contiguous", (out,), width) if head_major else out

@@ -41,7 +41,8 @@ def activation(tape: Tape, x: Tensor, kind: ActivationKind) -> Tensor:
 def rotary_tables(tape: Tape, shape: Shape, number: int = 0) -> tuple[Tensor, Tensor]:
     """The cosines and sines as a block receives them: counted once, in the embedding part."""
     names = ("cos", "sin") if not number else (f"cos.{number}", f"sin.{number}")
-    cos, sin = (tape.source(n, shape.rotary_dim, tape.weights, per="position", grad=False, counted=False) for n in names)
+    dtype = tape.fp32 if shape.wide_tables else tape.weights
+    cos, sin = (tape.source(n, shape.rotary_dim, dtype, per="position", grad=False, counted=False) for n in names)
     return cos, sin
 
 
@@ -98,7 +99,8 @@ def embedding(tape: Tape, shape: Shape, path: str) -> None:
     for number in range(shape.rotary_tables):
         for name in ("cos", "sin"):
             label = name if not number else f"{name}.{number}"
-            table = tape.source(label, shape.rotary_dim, tape.weights, per="position", grad=False)
+            dtype = tape.fp32 if shape.wide_tables else tape.weights
+            table = tape.source(label, shape.rotary_dim, dtype, per="position", grad=False)
             tape.op(f"{label}.made", (table,), shape.rotary_dim, saves=(table,), per="position", launches=3)
 
 

@@ -194,6 +194,7 @@ def olmo2(keys: Keys) -> Shape:
         qkv_bias=bias,
         out_bias=bias,
         placement="post",
+        wide_tables=True,
         qk_norm="full",
     )
 

@@ -61,6 +61,8 @@ class Shape:
     rejoined: bool = False
     """Heads are joined anew after rotation, which leaves them head-major: where a part of each is not rotated, and in Phi-3."""
     rotary_tables: int = 1
+    wide_tables: bool = False
+    """Rotary tables stay in fp32 whatever the stream is (OLMo 2)."""
     embed_scale: bool = False
     eager_scores: bool = False
     """Attention is written out and keeps its scores (Gemma 2)."""

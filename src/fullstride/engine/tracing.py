@@ -1,0 +1,421 @@
+"""Runs a model without memory or arithmetic and writes what it does on tapes, one for each part of the model.
+
+The model runs on fake tensors of the CPU kind: shapes, dtypes and autograd are real, values are not. Three things are watched:
+every operator (a dispatch mode), every tensor that autograd keeps (saved-tensor hooks), and fused attention (a function mode,
+because on a device without a fused kernel it would fall apart into products that no GPU keeps).
+
+Samples and tokens are primes that divide no parameter's size, so a tensor's size tells how it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # the documented base of dispatch modes has no public path
+from torch.utils._pytree import tree_leaves  # likewise
+
+from fullstride.model.assemble import Tapes
+from fullstride.model.spec import Attention, Cast, Matmul, Parameter, ParameterRole, SublayerKind
+from fullstride.model.tape import Op, Per, Section, Tape, Tensor, beyond_window
+
+_HEAVY = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
+_LIGHT = {
+    "cat",
+    "_to_copy",
+    "clone",
+    "copy_",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "stack",
+    "repeat",
+    "expand_copy",
+    "split",
+}
+_VIEWS = {"_unsafe_view", "detach", "alias", "lift_fresh", "_reshape_alias"}
+_WIDENED = {  # on CUDA autocast's fp32 list, but not on the CPU's
+    torch.pow,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
+    torch.rsqrt,
+    torch.Tensor.rsqrt,
+    torch.exp,
+    torch.Tensor.exp,
+    functional.layer_norm,
+    functional.softmax,
+    torch.softmax,
+    torch.Tensor.softmax,
+}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What names a storage: fake ones have no address, and torch offers no public identity (`_cdata` is all there is)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Part:
+    """One block, or an end of the model: its tapes under one cast, eager and compiled."""
+
+    def __init__(self, cast: Cast, entry: set[int]) -> None:
+        self.eager, self.compiled = Tape(cast), Tape(cast, compiled=True)
+        self.entry = entry
+        """Storages that are the part's own input."""
+        self.sections: dict[str, int] = {}
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        self.names: dict[tuple[int, str], int] = {}
+        self.casts: dict[tuple[int, str], Tensor] = {}
+
+    def section(self, path: str, kind: SublayerKind) -> int:
+        """Index of the sublayer of that module, made when new."""
+        if path not in self.sections:
+            self.sections[path] = len(self.sections)
+            for tape in (self.eager, self.compiled):
+                tape.sections.append(Section(name=path or "block", kind=kind))
+        return self.sections[path]
+
+    def both(self, sub: int) -> tuple[Section, Section]:
+        """The sublayer on both tapes."""
+        return self.eager.sections[sub], self.compiled.sections[sub]
+
+    def name(self, sub: int, word: str) -> str:
+        """A name that is new in the sublayer."""
+        number = self.names.get((sub, word), 0)
+        self.names[sub, word] = number + 1
+        return f"{word}.{number}" if number else word
+
+
+class Tracer(TorchDispatchMode):
+    """Watches one run under one cast."""
+
+    def __init__(self, cast: Cast, samples: int, length: int) -> None:
+        super().__init__()
+        self.cast, self.samples, self.length = cast, samples, length
+        self.parts: list[Part] = [Part(cast, set())]
+        self.blocks: dict[int, Part] = {}
+        self.shared: dict[int, tuple[float, str, Per]] = {}
+        """Kept by a block but made outside it, and not its input: rotary tables."""
+        self.constants: set[int] = set()
+        self.alive: list[torch.Tensor] = []
+        self.stack: list[tuple[str, SublayerKind]] = [("", "other")]
+        self.paused = False
+        self.window = 0
+        """Window of the attention that is being called, where the model says it."""
+
+    @property
+    def part(self) -> Part:
+        """Where operators are written now."""
+        return self.parts[-1]
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    def measure(self, tensor: torch.Tensor) -> tuple[float, Per] | None:
+        """Elements and how they grow; None for what does not grow with the tokens."""
+        if storage_key(tensor) in self.constants:
+            return None
+        number = tensor.untyped_storage().nbytes() / tensor.element_size()
+        tokens = self.samples * self.length
+        if number % (tokens * self.length) == 0 and number:
+            return number / (tokens * self.length), "pair"
+        if number % tokens == 0 and number:
+            return number / tokens, "token"
+        if number % self.length == 0 and number and number % (self.length * self.length):
+            return number / self.length, "position"
+        return None
+
+    def dtype(self, tensor: torch.Tensor) -> str:
+        """The dtype's class under this cast."""
+        if tensor.dtype == torch.bool or tensor.element_size() == 1:
+            return "bool"
+        if not tensor.dtype.is_floating_point:
+            return "int64"
+        return "compute" if self.cast == "none" or tensor.element_size() == 2 else "fp32"
+
+    # -- operators ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        reads = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.alive += made
+        word = str(func).split(".")[1]
+        if made and not self.paused and not getattr(func, "is_view", False) and word not in _VIEWS:
+            self.record(word, func, reads, made)
+        return out
+
+    def record(self, word: str, func: Any, reads: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """One operator that is not a view."""
+        if reads and all(storage_key(t) in self.constants for t in reads):
+            self.constants |= {storage_key(t) for t in made}
+            return
+        path, kind = self.stack[-1]
+        sub = self.part.section(path, kind)
+        if word in _HEAVY:
+            self.product(word, reads, sub, path)
+        growing = [t for t in reads if self.measure(t)]
+        pointwise = word in _LIGHT or torch.Tag.pointwise in getattr(func, "tags", ())
+        for number, tensor in enumerate(made):
+            first_kind = "heavy" if word in _HEAVY else "pointwise" if pointwise else "reduction"
+            self.write(word, sub, first_kind if number == 0 else "reduction", growing if number == 0 else [], tensor, number)
+
+    def write(self, word: str, sub: int, kind: Any, reads: list[torch.Tensor], made: torch.Tensor, number: int = 0) -> None:
+        """Add a result to both tapes."""
+        size = self.measure(made)
+        if size is None:
+            return
+        part, dtype, key = self.part, self.dtype(made), storage_key(made)
+        sources = [self.known(t) for t in reads]
+        name = part.name(sub, word)
+        copied = (storage_key(reads[0]), dtype) if word == "_to_copy" and reads else None
+        pair = []
+        for index, tape in enumerate((part.eager, part.compiled)):
+            inputs = tuple(s[index] for s in sources)
+            tensor = Tensor(name, size[0], dtype, kind, sub, inputs, per=size[1])
+            if tape.compiled and copied and copied in part.casts:
+                pair.append(part.casts[copied])
+                continue
+            if tape.compiled and copied:
+                part.casts[copied] = tensor
+            saves = inputs if tape.compiled and kind == "heavy" else ()
+            tape.ops.append(Op(sub, kind, inputs, tensor, saves, launches=int(number == 0)))
+            pair.append(tensor)
+        part.known.setdefault(key, (pair[0], pair[1]))
+
+    def known(self, tensor: torch.Tensor) -> tuple[Tensor, Tensor]:
+        """The tapes' names for a storage; one from outside the part becomes a source."""
+        key, part = storage_key(tensor), self.part
+        if key not in part.known:
+            size = self.measure(tensor) or (0.0, "token")
+            own = len(self.parts) == 1 or key in part.entry
+            word = "input" if key in part.entry else part.name(-1, "given")
+            made = [Tensor(word, size[0], self.dtype(tensor), "source", -1, per=size[1], counted=own) for _ in range(2)]
+            part.known[key] = (made[0], made[1])
+        return part.known[key]
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Autograd keeps this tensor."""
+        size = self.measure(tensor)
+        if size is None:
+            return
+        self.alive.append(tensor)
+        pair = self.known(tensor)
+        if not pair[0].counted:
+            self.shared.setdefault(storage_key(tensor), (size[0], self.dtype(tensor), size[1]))
+            return
+        path, kind = self.stack[-1]
+        sub = self.part.section(path, kind)
+        for tape, kept in zip((self.part.eager, self.part.compiled), pair, strict=True):
+            marker = Tensor("kept", 0.0, kept.dtype, "view", sub, base=kept)
+            tape.ops.append(Op(sub, "view", (), marker, (kept,), launches=0))
+
+    # -- products and attention --------------------------------------------------------------------------------
+
+    def product(self, word: str, reads: list[torch.Tensor], sub: int, path: str) -> None:
+        """Note a matrix product with weights, or the two halves of attention written out."""
+        a, b = reads[-2:]
+        if word == "convolution":
+            a, b = reads[0], reads[1].flatten(1).t()
+        fixed = [storage_key(t) in self.constants for t in (a, b)]
+        if not any(fixed):
+            self.written_attention(a, b, sub)
+            return
+        weight, rows = (a.mT, b.mT) if fixed[0] else (b, a)
+        k, n = int(weight.shape[-2]), int(weight.shape[-1])
+        groups = (
+            int(weight.shape[0])
+            if weight.dim() == 3 and weight.untyped_storage().nbytes() > n * k * weight.element_size()
+            else 1
+        )
+        per_token = rows.numel() / k / (self.samples * self.length)
+        for section in self.part.both(sub):
+            section.matmuls.append(Matmul(name=path or "block", n=n, k=k, rows_per_token=per_token, groups=groups))
+
+    def written_attention(self, a: torch.Tensor, b: torch.Tensor, sub: int) -> None:
+        """Scores [.., T, T] or weights [.., T, T] times values."""
+        square = self.length
+        for section in self.part.both(sub):
+            old = section.attention
+            if a.shape[-2] == b.shape[-1] == square:
+                heads = a.shape[:-2].numel() // self.samples or 1
+                dim = int(a.shape[-1])
+                section.attention = Attention(num_heads=heads, num_kv_heads=heads, head_dim=dim, value_dim=dim)
+            elif a.shape[-2] == a.shape[-1] == square and old is not None:
+                section.attention = Attention(
+                    num_heads=old.num_heads, num_kv_heads=old.num_heads, head_dim=old.head_dim, value_dim=int(b.shape[-1])
+                )
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: list[torch.Tensor], causal: bool) -> None:
+        """Note fused attention: q [samples, heads, T, dim] and its results."""
+        path, _ = self.stack[-1]
+        sub = self.part.section(path, "attention")
+        heads, kv = (int(t.shape[1]) if t.dim() > 3 else 1 for t in (q, k))
+        shape = Attention(
+            num_heads=heads,
+            num_kv_heads=kv,
+            head_dim=int(q.shape[-1]),
+            value_dim=int(v.shape[-1]),
+            causal=causal,
+            window=self.window,
+        )
+        for section in self.part.both(sub):
+            section.attention, section.kind = shape, "attention"
+        for number, (word, tensor) in enumerate(zip(("context", "lse"), made, strict=True)):
+            self.write(word, sub, "heavy", [q, k, v] if number == 0 else [], tensor, number)
+        if shape.window:
+            for tape in (self.part.eager, self.part.compiled):
+                extra = beyond_window(shape, sub)
+                tape.ops.append(Op(sub, "heavy", (), extra[0], extra, launches=0))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Stands in for scaled dot-product attention, and for the operators that autocast widens on CUDA alone."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self.attend(*args, **kwargs)
+        if func in _WIDENED and torch.is_autocast_enabled("cpu") and args[0].is_floating_point():
+            args = (args[0].float(), *args[1:])
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """For q [.., heads, T, dim], k and v: the result has q's layout, and q, k, v, result and log-sum-exp are kept."""
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+        result: torch.Tensor = _Attend.apply(query, key, value, self.tracer, is_causal or attn_mask is not None)
+        return result
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tracer: Tracer, causal: bool) -> torch.Tensor:
+        tracer.paused = True
+        same = q.shape[-1] == v.shape[-1]
+        out = torch.empty_like(q) if same else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        tracer.paused = False
+        tracer.attention(q, k, v, [out, lse], causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing runs backward here")
+
+
+# -- watching modules ----------------------------------------------------------------------------------------------------
+
+
+def kind_of(module: nn.Module) -> SublayerKind:
+    """What a module is, by its class."""
+    word = type(module).__name__.lower()
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.Linear) or word == "conv1d":
+        return "linear"
+    if "norm" in word:
+        return "norm"
+    if "rotary" in word:
+        return "rotary"
+    if "attention" in word or "attn" in word:
+        return "attention"
+    if type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
+        return "activation"
+    if "router" in word:
+        return "router"
+    return "experts" if "expert" in word else "other"
+
+
+def role_of(name: str, parameter: torch.Tensor, kind: SublayerKind, *, head: bool) -> ParameterRole:
+    """A parameter's role, by its module's kind and its own shape."""
+    if kind in ("embedding", "norm", "router"):
+        return kind
+    if parameter.dim() > 2:
+        return "expert"
+    if name.endswith("bias") or parameter.dim() == 1:
+        return "bias"
+    return "head" if head else "weight"
+
+
+@contextmanager
+def watch(tracer: Tracer, model: nn.Module, blocks: tuple[str, ...]) -> Iterator[None]:
+    """While it lasts, the tracer knows which module runs; entering a block begins a part, leaving the last begins the tail."""
+    handles: list[Any] = []
+    ids = {path: number for number, path in enumerate(blocks)}
+
+    def enter(path: str, module: nn.Module) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = ids.get(path)
+            if number is not None:
+                entry = {storage_key(t) for t in args[:1] if isinstance(t, torch.Tensor)} or _named_input(kwargs)
+                tracer.parts.append(Part(tracer.cast, entry))
+                tracer.blocks[number] = tracer.part
+                tracer.stack.append(("", "residual"))
+            else:
+                inside = next((b for b in blocks if path.startswith(f"{b}.")), None)
+                tracer.stack.append((path[len(inside) + 1 :] if inside else path, kind_of(module)))
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            tracer.stack.pop()
+            if path in ids:
+                first = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor)), None)
+                tracer.parts.append(Part(tracer.cast, set() if first is None else {storage_key(first)}))
+
+        return hook
+
+    for path, module in model.named_modules():
+        if path:
+            handles.append(module.register_forward_pre_hook(enter(path, module), with_kwargs=True))
+            handles.append(module.register_forward_hook(leave(path)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _named_input(kwargs: dict[str, Any]) -> set[int]:
+    first = kwargs.get("hidden_states", kwargs.get("x"))
+    return {storage_key(first)} if isinstance(first, torch.Tensor) else set()
+
+
+def add_parameters(part: Part, model: nn.Module, prefix: str, *, outside: tuple[str, ...] = (), head: str = "") -> None:
+    """Parameters of the modules below `prefix` (not below `outside`) to the sublayers that own them; shared ones once."""
+    for full, parameter in model.named_parameters():
+        if not full.startswith(prefix) or any(full.startswith(f"{path}.") for path in outside):
+            continue
+        owner = full.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        path = owner[len(prefix) :]
+        kind = kind_of(module)
+        role = role_of(full, parameter, kind, head=owner == head and bool(head))
+        item = Parameter(name=full[len(prefix) :], shape=tuple(parameter.shape), role=role, trainable=parameter.requires_grad)
+        for section in part.both(part.section(path, kind)):
+            section.parameters.append(item)
+
+
+def tapes_of(parts: dict[Cast, Part]) -> Tapes:
+    """The six tapes of one part."""
+    eager: Tapes = {("eager", cast): part.eager for cast, part in parts.items()}
+    return {**eager, **{("compiled", cast): part.compiled for cast, part in parts.items()}}
