@@ -79,11 +79,13 @@ class FakeSession:
         build_seconds=1.0,
         seed=0,
         stop_after=None,
+        recompiles=lambda order: 0,
     ):
         self.run_dir, self.clock, self.seconds, self.memory = run_dir, clock, seconds, memory
         self.fails, self.loss, self.noise, self.build_seconds = fails, loss, noise, build_seconds
         self.random, self.plan, self.step, self.number = random.Random(seed), None, 0, 0
         self.builds, self.stop_after = [], stop_after
+        self.recompiles, self.limits = recompiles, []
 
     def _reply(self, seconds, failure=None):
         self.number += 1
@@ -101,6 +103,7 @@ class FakeSession:
             peak_allocated_bytes=peak,
             peak_reserved_bytes=peak,
             static_bytes=peak // 2,
+            recompiles=self.recompiles(self.number),
         )
 
     def build(self, name, plan):
@@ -111,6 +114,7 @@ class FakeSession:
         return self._reply(seconds, self.fails(plan))
 
     def run(self, steps, label, profile=False, *, timeout_seconds=None):
+        self.limits.append(timeout_seconds)
         began = self.clock.now
         noise = self.noise(self.plan) if callable(self.noise) else self.noise
         times = [self.seconds(self.plan) * (1 + self.random.gauss(0, noise)) for _ in range(steps)]

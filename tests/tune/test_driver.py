@@ -92,3 +92,50 @@ def test_two_drivers_in_one_run_directory_do_not_read_each_others_steps(stage, t
     again = Driver(session, RunDir(root=str(tmp_path)), fake_cluster(), clock=driver.clock)
     measured = bench(again, Record(name="plan", plan=fake_plan()), Settings(round_steps=4), again.clock() + 1000)
     assert {len(r.step_seconds) for r in measured.rounds} == {4}
+
+
+def test_recompilation_voids_a_round_and_the_round_is_repeated(stage):
+    driver, _, _ = stage(recompiles=lambda order: 1 if order == 4 else 0)
+    measured = bench(driver, Record(name="plan", plan=fake_plan()), Settings(), driver.clock() + 1000)
+    assert [bool(r.void) for r in measured.rounds].count(True) == 1
+    assert "1 recompilations" in next(r.void for r in measured.rounds if r.void)
+    assert sum(not r.void for r in measured.rounds) == 3
+    assert measured.recompiles == 1
+
+
+def test_a_plan_that_always_recompiles_is_given_up(stage):
+    driver, _, _ = stage(recompiles=lambda order: 1)
+    outcome = compare(driver, *records(), Settings(), driver.clock() + 1000)
+    assert isinstance(outcome, Failure)
+    assert "recompilations" in outcome.message
+
+
+def test_the_base_is_named_where_it_fails(stage):
+    driver, _, _ = stage(fails=lambda plan: oom(plan) if plan.compile.mode == "off" else None)
+    assert compare(driver, *records(), Settings(), driver.clock() + 1000).message.startswith("the plan it is compared with")
+
+
+def test_steps_that_nobody_wrote_down_are_a_failure(stage, monkeypatch):
+    monkeypatch.setattr("fullstride.tune.driver._FLUSH_SECONDS", 0.0)
+    driver, session, _ = stage()
+    monkeypatch.setattr(session, "_write", lambda *_: None)
+    outcome = bench(driver, Record(name="plan", plan=fake_plan()), Settings(), driver.clock() + 1000)
+    assert isinstance(outcome, Failure)
+    assert "wrote down 0" in outcome.message
+
+
+def test_orders_have_a_time_out_once_the_pace_is_known(stage):
+    driver, session, _ = stage()
+    driver.limit_seconds = lambda steps: 10.0 * steps
+    bench(driver, Record(name="plan", plan=fake_plan()), Settings(), driver.clock() + 1000)
+    assert set(session.limits) == {20.0, 60.0}
+
+
+def test_the_full_form_warms_up_before_every_round(stage):
+    driver, session, _ = stage()
+    full = Settings(form="full", warmup_steps=30, max_warmup_steps=30, round_steps=50)
+    measured = bench(driver, Record(name="plan", plan=fake_plan()), full, driver.clock())
+    assert measured.form == "full"
+    assert measured.warmup_steps == 30
+    assert [len(r.step_seconds) for r in measured.rounds] == [50] * 3
+    assert session.step >= 3 * 80

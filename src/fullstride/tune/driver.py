@@ -11,6 +11,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol as Interface
 
+import msgspec
+
 from fullstride.cluster.cluster import Cluster
 from fullstride.measure.collect import (
     Flops,
@@ -310,7 +312,7 @@ def compare(
         began = driver.clock()
         done = driver.visit(record, action)
         if isinstance(done, Failure):
-            return done
+            return done if record is other else _of_the_base(done)
         state = state.after(done, driver.clock() - began)
         wrong = _numerics(reference, base, other) if record is other else ""
         if wrong:
@@ -333,6 +335,10 @@ def compare(
         verdict=verdict,
         reasons=reasons,
     )
+
+
+def _of_the_base(failure: Failure) -> Failure:
+    return msgspec.structs.replace(failure, message=f"the plan it is compared with failed: {failure.message}")
 
 
 def _counted(record: Record) -> bool:
