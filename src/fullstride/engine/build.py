@@ -7,6 +7,7 @@ built and no initialiser makes them again.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,28 @@ def from_config(config: dict[str, Any], where: str) -> nn.Module:
         settings = AutoConfig.for_model(kind, **kept)
         settings.use_cache = False
         with parameters_on_meta():
-            make: Any = AutoModelForCausalLM.from_config
-            model = make(settings, attn_implementation="sdpa", dtype=torch.float32)
+            model = _with_attention(AutoModelForCausalLM.from_config, settings, where)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(
             f"{where}: transformers cannot build model_type {kind!r} ({line})", fix="check model_type and the sizes"
         ) from None
-    module: nn.Module = model
-    return module
+    return model
+
+
+def _with_attention(make: Any, settings: Any, where: str) -> nn.Module:
+    """Build with torch's attention; models that cap attention scores have the slower one of their own, said aloud."""
+    try:
+        model: nn.Module = make(settings, attn_implementation="sdpa", dtype=torch.float32)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        message = (
+            f"{where}: this architecture cannot use scaled_dot_product_attention; eager attention keeps whole score matrices"
+        )
+        warnings.warn(message, stacklevel=3)
+        model = make(settings, attn_implementation="eager", dtype=torch.float32)
+    return model
 
 
 def weights_directory(source: str) -> Path | None:

@@ -47,14 +47,15 @@ def parameters_by_unit(units: tuple[Unit, ...]) -> list[list[nn.Parameter]]:
 def materialise(
     params: list[nn.Parameter], places: Places, device: torch.device, dtype: torch.dtype
 ) -> dict[int, nn.Parameter]:
-    """Give parameters memory on the device, uninitialised where they were on meta; ties are kept.
+    """Give parameters memory on the device, filled with NaN where they were on meta; ties are kept.
 
     Returns:
         New parameter for each old one's id. `places` learns the new ids.
     """
     made: dict[int, nn.Parameter] = {}
     for old in params:
-        data = torch.empty(old.shape, dtype=dtype, device=device) if old.is_meta else old.detach().to(device, dtype)
+        # NaN, so that a parameter which nothing initialises cannot pass for one that has a value.
+        data = torch.full(old.shape, torch.nan, dtype=dtype, device=device) if old.is_meta else old.detach().to(device, dtype)
         new = nn.Parameter(data, requires_grad=old.requires_grad)
         made[id(old)] = new
         where = places.pop(id(old))
@@ -77,24 +78,25 @@ def initialise(model: nn.Module, unit: Unit, fresh: set[int], places: Places, se
             # The root reaches the other units too: what they own is done. A tied parameter is made under its first name.
             mine = [n for n, p in own.items() if id(p) in fresh and (id(module), n) in first_owner]
             inside = all(id(p) in fresh for p in module.parameters())
-            if (own and not mine) or not inside or not any(True for _ in module.parameters()):
-                continue
-            torch.manual_seed(seed_of(seed, path))
-            _initialise_module(model, module, path, bool(own))
+            parent = not own and inside and any(True for _ in module.parameters())
+            if mine or parent:
+                torch.manual_seed(seed_of(seed, path))
+                _initialise_module(model, module, bool(mine))
+            if any(bool(own[name].isnan().any()) for name in mine):
+                raise BadInput(
+                    f"{path or 'the model'} ({type(module).__name__}) has parameters that nothing initialises: {', '.join(mine)}",
+                    fix="give the class a reset_parameters method, or the model an _init_weights(module)",
+                )
 
 
-def _initialise_module(model: nn.Module, module: nn.Module, path: str, owns: bool) -> None:
+def _initialise_module(model: nn.Module, module: nn.Module, owns: bool) -> None:
+    """The class's own values first, the model's wishes after, as when the model is built for real."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if owns and callable(reset):
+        reset()
     custom = getattr(model, "_init_weights", None)
     if callable(custom):
         custom(module)
-    elif owns:
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if not callable(reset):
-            raise BadInput(
-                f"{path or type(model).__name__} ({type(module).__name__}) has parameters but no reset_parameters()",
-                fix="give the class a reset_parameters method, or the model an _init_weights(module)",
-            )
-        reset()
 
 
 def _postorder(unit: Unit) -> Iterator[tuple[str, nn.Module]]:

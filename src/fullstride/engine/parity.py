@@ -142,9 +142,8 @@ def planned(case: Case) -> Record:
     run._update = spy  # type: ignore[method-assign]
     for step, batch in enumerate(batches(case)):
         out = run.step({name: tensor[share(case, run.data_rank)] for name, tensor in batch.items()})
-        found[f"loss/{step}"], found[f"norm/{step}"] = (
-            torch.tensor(value, dtype=torch.float64) for value in (out.loss, out.grad_norm)
-        )
+        found[f"loss/{step}"] = torch.tensor(out.loss, dtype=torch.float64)
+        found[f"norm/{step}"] = torch.tensor(out.grad_norm, dtype=torch.float64)
     for key, tensor in run.state().items():
         if key.startswith("weights/"):
             found[key.replace("weights/", "weight/")] = whole(tensor)
