@@ -57,9 +57,9 @@ def test_units_cover_each_parameter_once_and_tied_ones_together():
 
 
 def test_a_model_without_blocks_or_embedding_is_refused_by_name():
-    with pytest.raises(BadInput, match="no ModuleList.*among only"):
+    with pytest.raises(BadInput, match=r"no ModuleList.*among only"):
         find(_Wrap(only=nn.Linear(2, 2)))
-    with pytest.raises(BadInput, match="no nn.Embedding"):
+    with pytest.raises(BadInput, match=r"no nn\.Embedding"):
         find(_Wrap(layers=nn.ModuleList([nn.Linear(2, 2)]), top=nn.Linear(2, 2)))
 
 
@@ -125,7 +125,7 @@ def test_parameters_without_a_way_to_make_them_are_refused():
 
     with parameters_on_meta():
         model = Bare()
-    with pytest.raises(BadInput, match="the model .Bare. has parameters that nothing initialises: shift"):
+    with pytest.raises(BadInput, match=r"the model .Bare. has parameters that nothing initialises: shift"):
         prepare(model, plan_of())
 
 
@@ -291,13 +291,12 @@ def test_one_block_in_every_is_recomputed_the_first_ones_being_kept():
     assert chosen(5, Recompute(mode="full", every=2)) == [1, 3]
 
 
-@pytest.mark.parametrize(("mode", "share"), [("none", 1.0), ("norm_activation", 0.8), ("full", 0.4)])
-def test_recompute_keeps_less(mode, share):
+def test_full_recompute_keeps_less():
     kept = {}
-    for used in ("none", mode):
+    for used in ("none", "full"):
         run = prepare(build("llama"), plan_of("llama", recompute=Recompute(mode=used)))
         kept[used] = _kept_bytes(run.module)
-    assert kept[mode] <= share * kept["none"]
+    assert 0 < kept["full"] <= 0.4 * kept["none"]
 
 
 def _kept_bytes(module):
@@ -333,13 +332,13 @@ def test_compiled_blocks_compute_the_same_and_compile_once(mode):
     torch._dynamo.reset()
     plan = plan_of("llama", recompute=Recompute(mode=mode), loss=Loss(kind="chunked", chunk_tokens=11))
     plain, run = prepare(build("llama"), plan), prepare(build("llama"), REPLACE(plan, compile=Compile(mode="block")))
+    counts = []
     for seed in range(3):
         one, two = plain.step(batch(plan, seed)), run.step(batch(plan, seed))
         assert two.loss == pytest.approx(one.loss, rel=1e-5)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
-        counts = compiling.recompile_count()
-        assert seed == 0 or counts == before
-        before = counts
+        counts.append(compiling.recompile_count())
+    assert counts[0] == counts[-1]
 
 
 # ------------------------------------------------------------------ schedule

@@ -83,8 +83,9 @@ def initialise(model: nn.Module, unit: Unit, fresh: set[int], places: Places, se
                 torch.manual_seed(seed_of(seed, path))
                 _initialise_module(model, module, bool(mine))
             if any(bool(own[name].isnan().any()) for name in mine):
+                where = path or "the model"
                 raise BadInput(
-                    f"{path or 'the model'} ({type(module).__name__}) has parameters that nothing initialises: {', '.join(mine)}",
+                    f"{where} ({type(module).__name__}) has parameters that nothing initialises: {', '.join(mine)}",
                     fix="give the class a reset_parameters method, or the model an _init_weights(module)",
                 )
 

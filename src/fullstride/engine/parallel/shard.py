@@ -100,7 +100,7 @@ def carry(model: nn.Module, units: tuple[Unit, ...], plan: Plan, device: torch.d
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=plan.overlap.bucket_bytes / 2**20,  # type: ignore[arg-type]
+        bucket_cap_mb=plan.overlap.bucket_bytes / 2**20,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
