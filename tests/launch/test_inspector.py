@@ -47,5 +47,5 @@ def test_modules_are_read_by_another_process(reader):
         reader("broken")
     with pytest.raises(EnvironmentFault, match="torch is not installed"):
         reader("bare")
-    with pytest.raises(TimedOut, match="waited 1 s for .*net.py:slow"):
+    with pytest.raises(TimedOut, match=r"waited 1 s for .*net.py:slow"):
         reader("slow", 1.0)
