@@ -49,7 +49,7 @@ def loop(tmp_path, monkeypatch, cluster):
     monkeypatch.setattr(tuning, "tune", tune)
     monkeypatch.setattr(tuning, "WorkerSession", Session)
     monkeypatch.setattr(tuning, "probe_cluster", lambda num_ranks=None: cluster)
-    monkeypatch.setattr(tuning, "measure_cluster", lambda cluster, quick: cluster)
+    monkeypatch.setattr(tuning, "measure_cluster", lambda cluster, quick, warn: cluster)
     return tune
 
 

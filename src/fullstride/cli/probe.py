@@ -40,7 +40,7 @@ class Probe:
         cluster = probe_cluster(num_ranks=args.ranks)
         if args.measure and not args.dry_run:
             out.note("measuring the machine, this takes some tens of seconds")
-            cluster = measure_cluster(cluster, quick=False)
+            cluster = measure_cluster(cluster, quick=False, warn=out.warn)
         if target and args.dry_run:
             out.note(f"would write {target}")
         elif target:

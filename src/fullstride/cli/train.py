@@ -34,7 +34,7 @@ _SAVE_SECONDS = 120.0
 
 
 class Train:
-    """Train with a plan, and resume by default: the same command goes on from the newest whole checkpoint.
+    """Train with a plan; the same command goes on from the newest whole checkpoint.
 
     PLAN is a plan file, or a model (preset, config.json, model directory, file.py:function) that is planned for this
     machine first. Where RANK and WORLD_SIZE are set (torchrun, Slurm, Kubernetes) it joins that group and launches

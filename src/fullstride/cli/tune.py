@@ -87,7 +87,7 @@ def _watched(task: Task, out: Output) -> Ladder:
     title = f"tune {task.spec.name} in {task.directory}"
     try:
         with ProgressView(title, budget_seconds=task.budget_seconds, num_trials=MAX_RUNGS) as view:
-            return carry_out(task, view.phase, Watcher(view))
+            return carry_out(task, view.phase, lambda text: view.note(text, "quiet"), Watcher(view))
     except KeyboardInterrupt:
         out.note(f"stopped; `fullstride tune --resume -o {task.directory}` goes on")
         raise

@@ -134,16 +134,22 @@ def resumed_task(directory: str, minutes: float | None = None) -> Task:
     )
 
 
-def carry_out(task: Task, say: Say, on_progress: OnProgress | None = None) -> Ladder:
+def carry_out(task: Task, phase: Say, note: Say, on_progress: OnProgress | None = None) -> Ladder:
     """Measure the machine, tune, and write the page; also where the user stops it, as far as it got.
+
+    Args:
+        task: What to tune.
+        phase: Told what begins, before the loop does.
+        note: Told what the machine's measurement had to leave out.
+        on_progress: Told by the loop.
 
     Raises:
         EnvironmentFault: the directory cannot be written.
     """
     began, run_dir, cluster = time.monotonic(), RunDir(root=task.directory), task.cluster
     if task.ladder is None:
-        say("measuring the machine")
-        cluster = measure_cluster(cluster, quick=True)
+        phase("measuring the machine")
+        cluster = measure_cluster(cluster, quick=True, warn=note)
         write_json(run_dir.cluster, cluster)
         write_json(run_dir.model, task.spec)
     left = max(_LEAST_SECONDS, task.budget_seconds - (time.monotonic() - began))
@@ -223,7 +229,7 @@ def autotune(
             minutes=minutes,
             directory=directory,
         )
-    return carry_out(task, out.note, on_progress)
+    return carry_out(task, out.note, out.note, on_progress)
 
 
 def best_path(directory: str) -> Path:
