@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import time
 from dataclasses import dataclass
@@ -65,8 +67,8 @@ def assemble(plan: Plan, place: Place, out: Writer) -> Built:
     progress(out, "data")
     folder = corpus_folder(plan.workload.data, plan, place, out.run_dir)
     progress(out, "model")
-    meter = MemoryMeter(place.device)
     model = build_model(plan.model.source)
+    meter = MemoryMeter(place.device)  # from here on: the model holds no memory yet, libraries are loaded
     embedding = model.get_submodule(find(model).embedding)
     vocabulary = int(getattr(embedding, "num_embeddings", 0) or next(embedding.parameters()).shape[0])
     loader = open_loader(folder, plan, place, vocabulary)
@@ -152,3 +154,5 @@ def release(built: Built) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone: what is freed goes back, as on a fresh start
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

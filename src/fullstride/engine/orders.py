@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fullstride.engine.assembly import Built, Writer, announce, assemble, release
 from fullstride.engine.compiling import recompile_count
+from fullstride.engine.moments import moment
 from fullstride.engine.process import Ancestors, Place
 from fullstride.engine.trace import Tracer, append_spans
 from fullstride.errors import BadInput, TimedOut
@@ -115,6 +116,7 @@ class OrderLoop:
 
     def _step(self, built: Built, order: RunOrder, tracer: Tracer | None) -> None:
         step = built.run.step_index
+        moment("step", step)
         waiting: AbstractContextManager[None] = nullcontext()
         if tracer:
             tracer.step(step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from fullstride.files import write_json
 from fullstride.plan.toml import read_plan
 from fullstride.rundir import Failure, Reply, RunDir
 
+LOST_SECONDS = 2.0
+"""How long a rank that lost its peers stays, so that the launcher first sees the one that ended first."""
 IDLE_SECONDS = 1800.0
 """How long a worker waits for an order before it ends."""
 
@@ -65,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         loop = OrderLoop(place, Writer(run_dir, events), args.idle_seconds)
         loop.run()
     except BaseException as error:
-        _tell(error, rank, run_dir, place, loop)
-        _end(error, events)
+        lost = _tell(error, rank, run_dir, place, loop)
+        _end(error, events, lost)
     events.close()
     _leave()
     return 0
@@ -99,21 +102,22 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _tell(error: BaseException, rank: int, run_dir: RunDir, place: Place | None, loop: OrderLoop | None) -> None:
-    """Say what went wrong, unless another rank has; a rank that only lost its peers leaves the word to them."""
+def _tell(error: BaseException, rank: int, run_dir: RunDir, place: Place | None, loop: OrderLoop | None) -> bool:
+    """Say what went wrong, unless another rank has; returns whether this rank only lost its peers, whose word it is then."""
     failure = failure_of(error, rank)
     if isinstance(error, FullstrideError):
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
     if failure.rank == -1 or isinstance(error, KeyboardInterrupt | SystemExit) or not _first(place):
-        return
+        return failure.rank == -1
     try:
         write_json(run_dir.failed, failure)
         if loop:
             write_json(run_dir.reply(loop.number), _bad_reply(loop.number, failure))
     except EnvironmentFault as full:
         print(f"rank {rank}: {full}", file=sys.stderr, flush=True)
+    return False
 
 
 def _first(place: Place | None) -> bool:
@@ -127,8 +131,10 @@ def _bad_reply(number: int, failure: Failure) -> Reply:
     return Reply(number=number, ok=False, seconds=0.0, failure=failure)
 
 
-def _end(error: BaseException, events: EventWriter | None) -> NoReturn:
+def _end(error: BaseException, events: EventWriter | None, lost: bool) -> NoReturn:
     """Leave at once: a tidy end would wait for ranks that hang in a collective."""
+    if lost:
+        time.sleep(LOST_SECONDS)
     if events:
         try:
             events.write(RunEnd(time_ns=now_ns(), cause="error", note=type(error).__name__))

@@ -1,1 +1,5 @@
-"""Fakes to test with, for this project and for its users."""
+"""Fakes and faults to test with, for this project and for its users."""
+
+from fullstride.testing.clock import FakeClock
+
+__all__ = ["FakeClock"]
