@@ -67,6 +67,17 @@ def test_the_first_rank_that_failed_is_named(run_dir):
     assert (found.failure, found.rank, found.message) == ("crash", 1, "ValueError: odd")
 
 
+def test_a_rank_that_waited_in_vain_is_not_the_cause(run_dir):
+    waits = "RuntimeError: Timed out waiting 600000ms for recv operation to complete"
+    left(run_dir, root_cause(0, 1), rank0=waits, rank1="torch.OutOfMemoryError: CUDA out of memory.")
+    assert (failure_of(run_dir, 1).failure, failure_of(run_dir, 1).rank) == ("out_of_memory", 1)
+
+
+def test_beside_a_killed_rank_the_others_are_not_asked(run_dir):
+    left(run_dir, root_cause(1, -9), rank0="RuntimeError: Timed out waiting 600000ms for recv operation", rank1="")
+    assert (failure_of(run_dir, 1).failure, failure_of(run_dir, 1).rank) == ("killed", 1)
+
+
 @pytest.mark.parametrize(("before", "now", "expected"), [(3, 4, "out_of_memory"), (3, 3, "killed"), (None, 4, "killed")])
 def test_a_kill_is_out_of_memory_only_if_the_kernel_says_so(run_dir, monkeypatch, before, now, expected):
     monkeypatch.setattr(module, "oom_kills", lambda: now)

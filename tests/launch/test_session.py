@@ -71,6 +71,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 def test_failures_are_values_and_a_fresh_worker_follows(session):
     for word, (kind, rank, limit) in FAILURES.items():
         assert session.build("base", plan_of()).ok
@@ -168,6 +169,7 @@ def test_a_command_that_does_not_exist(tmp_path):
     assert "No such file" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_real_torchrun_with_the_fake_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
 

@@ -82,10 +82,12 @@ def failure_of(run_dir: RunDir, code: int, *, oom_kills_before: int | None = Non
     root = _ROOT.search(launcher)
     first, status = (int(root[1]), int(root[2])) if root else (-1, -code + 128 if code > 128 else code)
     ranks = ranks_with_logs(run_dir)
-    for rank in sorted(ranks, key=lambda r: (r != first, r)):
-        found = classify(rank_text(run_dir, rank), rank)
-        if found:
-            return found
+    # Beside a rank that was killed, the others only lost a peer: their logs say nothing of the cause.
+    asked = [first] if status < 0 and first >= 0 else sorted(ranks, key=lambda rank: (rank != first, rank))
+    found = [failure for rank in asked if (failure := classify(rank_text(run_dir, rank), rank))]
+    if found:
+        # A rank that waited in vain is the victim of one that has another word to say.
+        return next((failure for failure in found if failure.failure != "hang"), found[0])
     if status < 0:
         return _killed(first, -status, oom_kills_before)
     return _crash(run_dir, first if first >= 0 else ranks[0] if ranks else -1, code, launcher)

@@ -116,10 +116,17 @@ class WorkerSession:
             if process.poll() is None:
                 order = ExitOrder(number=number)
                 write_json(self.run_dir.order(order.number), order)
-                process.wait(EXIT_SECONDS)
+                self._let_it_end(process, order.number)
         finally:
             process.close()
             self._number = self._answer_old_orders()
+
+    def _let_it_end(self, process: Process, number: int) -> None:
+        """Wait for the end; once the exit is answered there is nothing left to lose, and taking torch down can be slow."""
+        end = time.monotonic() + EXIT_SECONDS
+        while time.monotonic() < end and not self.run_dir.reply(number).exists() and process.wait(0.05) is None:
+            pass
+        process.wait(1.0)
 
     def _serves(self, plan: Plan) -> bool:
         return _likeness(plan) == _likeness(self._plan) and self.process is not None and self.process.poll() is None
