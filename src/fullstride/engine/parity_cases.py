@@ -145,7 +145,7 @@ def make_case(
     plan = Plan(
         model=ModelRef(source="parity"),
         workload=Workload(sequence_length=LENGTH, samples_per_step=micro_batch * accumulation * ranks),
-        recipe=Recipe(steps=10, learning_rate=1e-2, warmup_steps=2, seed=seed, clip_norm=0.5),
+        recipe=Recipe(steps=10, learning_rate=1e-3, warmup_steps=2, seed=seed, clip_norm=0.5),
         layout=layout,
         shard=Shard(carrier=carrier, stage=stage, reshard=reshard or {}),  # type: ignore[arg-type]
         batch=Batch(micro_batch=micro_batch, accumulation=accumulation),
