@@ -25,6 +25,7 @@ Stretch: TypeAlias = tuple[int, int]
 MERGE_NS = 2_000
 """Spans of one kind that are no further apart become one."""
 _ANCHOR = "fullstride::anchor"
+_ANCHORS = 5
 # First match wins; words of kernel names by cuBLAS, CUTLASS, cuDNN, FlashAttention, NCCL, Triton and ATen.
 _CLASSES: tuple[tuple[Kernel, tuple[str, ...]], ...] = (
     ("collective", ("nccl",)),
@@ -53,12 +54,14 @@ class Tracer:
         self._profile: Any = profile(activities=activities)
         self._phases: list[tuple[int, int, int, Phase]] = []
         self._step = 0
-        self._anchor_ns = 0
+        self._anchors: list[Stretch] = []
 
     def __enter__(self) -> Tracer:
         self._profile.__enter__()
-        with record_function(_ANCHOR):
-            self._anchor_ns = now_ns()
+        for _ in range(_ANCHORS):
+            before = now_ns()
+            with record_function(_ANCHOR):
+                self._anchors.append((before, now_ns()))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -82,13 +85,15 @@ class Tracer:
     def spans(self) -> list[Span]:
         """The window's spans, by start; called once it is closed."""
         events: list[Any] = list(self._profile.events() or [])
-        anchor = next((event for event in events if event.name == _ANCHOR), None)
-        if anchor is None:
-            return self._host_spans(())
-        offset = self._anchor_ns - int(anchor.time_range.start * 1000)
+        offset = self._offset(int(event.time_range.start * 1000) for event in events if event.name == _ANCHOR)
         timed = [_Timed(event, offset) for event in events if event.name != _ANCHOR]
         spans = self._device_spans(timed) + self._host_spans(()) if self._cuda else self._host_spans(timed)
         return merged(spans)
+
+    def _offset(self, starts: Iterable[int]) -> int:
+        """Nanoseconds to add to the profiler's clock: each anchor began between two readings of the host's clock."""
+        bounds = [(before - start, after - start) for (before, after), start in zip(self._anchors, starts, strict=True)]
+        return (max(low for low, _ in bounds) + min(high for _, high in bounds)) // 2
 
     def _device_spans(self, events: list[_Timed]) -> list[Span]:
         # A kernel and the runtime call that launched it carry one correlation number.
