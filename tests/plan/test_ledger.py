@@ -99,7 +99,7 @@ def test_logits_whole_and_by_chunks():
     assert rows_of(plan, "logits", moment="loss", spec=spec) == tokens * 50_001 * 12
     chunked = replace(plan, loss=Loss(kind="chunked", chunk_tokens=1024))
     weight, hidden = 50_001 * 64 * 4, tokens * 64 * 2
-    assert rows_of(chunked, "logits", moment="forward_end", spec=spec) == 1024 * 50_001 * 6 + weight + hidden
+    assert rows_of(chunked, "logits", moment="forward_end", spec=spec) == 1024 * 50_001 * 8 + weight + hidden
 
 
 def test_gathered_weights_of_zero_3_follow_the_reshard_rule():

@@ -88,17 +88,19 @@ def _made_again(plan: Plan, part: Part) -> float:
 
 
 def block_gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """Gradients of activations in the block whose backward runs: those of its widest product, in and out, and the stream's."""
+    """Gradients of activations in the block whose backward runs: its widest product's (what they replace is
+    let go as they are made), and the stream's.
+    """
     blocks = [part for part in parts(spec) if part.group == "blocks"]
     widest = max((m.n * m.rows_per_token for part in blocks for s in part.sublayers for m in s.matmuls), default=0.0)
     stream = 2 * spec.hidden_size * residual_bytes(plan)
-    size = micro_tokens(plan) * (2 * widest * compute_bytes(plan) + stream)
+    size = micro_tokens(plan) * (widest * compute_bytes(plan) + stream)
     return (
         row(
             "gradients of one block's activations",
             "temporary",
             size,
-            "2 x widest product + 2 x residual stream",
+            "widest product + 2 x residual stream",
             ("backward", "backward_end"),
         ),
     )
@@ -126,7 +128,7 @@ def logits(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
         )
         return (forward, backward)
     chunk = min(plan.loss.chunk_tokens, micro_tokens(plan)) * spec.vocab_size
-    each = 2 * head if plan.compile.mode == "block" else head + copy
+    each = 2 * head if plan.compile.mode == "block" else max(head + copy, 2 * wide)  # logsumexp makes a copy
     narrow = head if plan.precision.cast == "autocast" else 0  # the weight's own copy, made once
     weight, hidden = spec.vocab_size * spec.hidden_size, micro_tokens(plan) * spec.hidden_size
     return (

@@ -46,12 +46,13 @@ def gathered(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     flight = min(freed, 1 + ahead) * block
     first = pieces[0].parameters * weight_bytes(plan, pieces[0]) + block
     return (
+        row("gathered weights", "gathered", kept + head, "parts that are kept, and the head", ("forward_end", "loss")),
         row(
-            "gathered weights",
+            "gathered weights in backward",
             "gathered",
-            kept + head + flight,
-            f"kept parts, the head, {1 + ahead} blocks in flight",
-            standing,
+            kept + flight,
+            f"kept parts, {1 + ahead} blocks in flight",
+            ("backward",),
         ),
         row("gathered weights of the first parts", "gathered", first, "embedding and one block", ("backward_end",)),
     )
@@ -72,7 +73,13 @@ def reduce_buffers(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, 
     wide = BYTES[plan.precision.reduction]
     size = max(part.trainable * (weight_bytes(plan, part) + wide) for part in parts(spec))
     source = f"the largest part, as computed and x {wide} B flat"
-    return (row("gradients being reduced", "communication", size, source, ("backward", "backward_end")),)
+    found = [row("gradients being reduced", "communication", size, source, ("backward", "backward_end"))]
+    if plan.batch.accumulation > 1 and plan.shard.stage > 1:  # the last reduction's input is let go when the next one starts
+        first = parts(spec)[0].trainable * wide
+        found.append(
+            row("input of the last reduction", "communication", first, f"the embedding x {wide} B", ("forward_end", "loss"))
+        )
+    return tuple(found)
 
 
 def autocast_casts(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
