@@ -89,7 +89,8 @@ def plain(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-bias-tied", "mistral-window", "qwen3", "gemma", "olmo2", "phi3", "gpt2", "gpt_neox", "phi-qknorm"]
+    "name",
+    ["llama-gqa-bias-tied", "mistral-window", "qwen3", "gemma", "olmo2", "phi3", "gpt2", "gpt_neox", "phi-qknorm", "mixtral"],
 )
 def test_an_inspected_model_equals_the_one_read_from_its_configuration(name):
     read = spec_from_config(CONFIGS[name], name)

@@ -58,6 +58,7 @@ def test_a_whole_eager_step_keeps_what_is_predicted(name, cast):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from inside the compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "olmo2", "phi3", "gpt2", "gpt_neox"])
@@ -74,6 +75,7 @@ def test_a_compiled_block_keeps_what_is_predicted(name, cast):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from inside the compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["llama-gqa-bias-tied", "gpt2", "qwen3", "phi3", "phi", "phi-qknorm"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # fake tensors have no public path; meta tensors know no autocast
 
-from fullstride.engine import tracing
+from fullstride.engine import tracing, watching
 from fullstride.engine.anatomy import Anatomy, find
 from fullstride.engine.build import build_model
 from fullstride.engine.tracing import Part, Tracer
@@ -102,7 +102,7 @@ def _trace(module: nn.Module, anatomy: Anatomy, cast: Cast, samples: int, length
         hooks = torch.autograd.graph.saved_tensors_hooks(_keeper(tracer), lambda t: t)
         auto = torch.autocast("cpu", dtype=torch.bfloat16) if cast == "autocast" else nullcontext()
         try:
-            with tracing.watch(tracer, twin, anatomy.blocks), auto, hooks, tracing.FusedAttention(tracer), tracer:
+            with watching.watch(tracer, twin, anatomy.blocks), auto, hooks, tracing.FusedAttention(tracer), tracer:
                 twin(tokens)
         except FullstrideError:
             raise
@@ -170,8 +170,8 @@ def _block(module: nn.Module, traces: dict[Cast, Tracer], number: int, path: str
     parts = {cast: tracer.blocks[number] for cast, tracer in traces.items()}
     _align(parts)
     for part in parts.values():
-        tracing.add_parameters(part, module, f"{path}.")
-    return merge(tracing.tapes_of(parts))
+        watching.add_parameters(part, module, f"{path}.")
+    return merge(watching.tapes_of(parts))
 
 
 def _align(parts: dict[Cast, Part]) -> None:
@@ -203,9 +203,9 @@ def _ends(module: nn.Module, anatomy: Anatomy, traces: dict[Cast, Tracer]) -> tu
     after = {owner for part in last.values() for owner in part.sections}
     for cast in traces:
         head = anatomy.head
-        tracing.add_parameters(first[cast], module, "", outside=(anatomy.block_list, *after), head=head)
+        watching.add_parameters(first[cast], module, "", outside=(anatomy.block_list, *after), head=head)
         tail_only = _outside(module, after, anatomy)
-        tracing.add_parameters(last[cast], module, "", outside=tail_only, head=head)
+        watching.add_parameters(last[cast], module, "", outside=tail_only, head=head)
     _name_head(last, anatomy)
     return merge(_eager(first)), merge(_eager(last))
 

@@ -9,19 +9,15 @@ Samples and tokens are primes that divide no parameter's size, so a tensor's siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented base of dispatch modes has no public path
 from torch.utils._pytree import tree_leaves  # likewise
 
-from fullstride.model.assemble import Tapes
-from fullstride.model.spec import Attention, Cast, Matmul, Parameter, ParameterRole, SublayerKind
+from fullstride.model.spec import Attention, Cast, Matmul, SublayerKind
 from fullstride.model.tape import Op, Per, Section, Tape, Tensor, beyond_window
 
 _HEAVY = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
@@ -37,6 +33,7 @@ _LIGHT = {
     "expand_copy",
     "split",
 }
+_GROUPED = [f for f in (getattr(functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None]
 _VIEWS = {"_unsafe_view", "detach", "alias", "lift_fresh", "_reshape_alias"}
 _WIDENED = {  # on CUDA autocast's fp32 list, but not on the CPU's
     torch.pow,
@@ -234,6 +231,16 @@ class Tracer(TorchDispatchMode):
         for section in self.part.both(sub):
             section.matmuls.append(Matmul(name=path or "block", n=n, k=k, rows_per_token=per_token, groups=groups))
 
+    def grouped(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Note a grouped product: rows x [rows, k] divided over weights [groups, k, n]."""
+        path, kind = self.stack[-1]
+        sub = self.part.section(path, kind)
+        groups, k, n = (int(size) for size in weight.shape)
+        rows = x.shape[0] / (self.samples * self.length)
+        for section in self.part.both(sub):
+            section.matmuls.append(Matmul(name=path or "block", n=n, k=k, rows_per_token=rows, groups=groups))
+        self.write("grouped_mm", sub, "heavy", [x], out)
+
     def written_attention(self, a: torch.Tensor, b: torch.Tensor, sub: int) -> None:
         """Scores [.., T, T] or weights [.., T, T] times values."""
         square = self.length
@@ -282,6 +289,9 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
+        if func in _GROUPED:
+            result: torch.Tensor = _Grouped.apply(args[0], args[1], self.tracer)
+            return result
         if func in _WIDENED and torch.is_autocast_enabled("cpu") and args[0].is_floating_point():
             args = (args[0].float(), *args[1:])
         return func(*args, **kwargs)
@@ -321,101 +331,18 @@ class _Attend(torch.autograd.Function):
         raise AssertionError("nothing runs backward here")
 
 
-# -- watching modules ----------------------------------------------------------------------------------------------------
+class _Grouped(torch.autograd.Function):
+    """Grouped products x [rows, k] with weights [groups, k, n]; torch's own takes bf16 alone on fake tensors."""
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tracer: Tracer) -> torch.Tensor:
+        tracer.paused = True
+        out = x.new_empty((x.shape[0], weight.shape[-1]))
+        tracer.paused = False
+        tracer.grouped(x, weight, out)
+        ctx.save_for_backward(x)
+        return out
 
-def kind_of(module: nn.Module) -> SublayerKind:
-    """What a module is, by its class."""
-    word = type(module).__name__.lower()
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, nn.Linear) or word == "conv1d":
-        return "linear"
-    if "norm" in word:
-        return "norm"
-    if "rotary" in word:
-        return "rotary"
-    if "attention" in word or "attn" in word:
-        return "attention"
-    if type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
-        return "activation"
-    if "router" in word:
-        return "router"
-    return "experts" if "expert" in word else "other"
-
-
-def role_of(name: str, parameter: torch.Tensor, kind: SublayerKind, *, head: bool) -> ParameterRole:
-    """A parameter's role, by its module's kind and its own shape."""
-    if kind in ("embedding", "norm", "router"):
-        return kind
-    if parameter.dim() > 2:
-        return "expert"
-    if name.endswith("bias") or parameter.dim() == 1:
-        return "bias"
-    return "head" if head else "weight"
-
-
-@contextmanager
-def watch(tracer: Tracer, model: nn.Module, blocks: tuple[str, ...]) -> Iterator[None]:
-    """While it lasts, the tracer knows which module runs; entering a block begins a part, leaving the last begins the tail."""
-    handles: list[Any] = []
-    ids = {path: number for number, path in enumerate(blocks)}
-
-    def enter(path: str, module: nn.Module) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            number = ids.get(path)
-            if number is not None:
-                entry = {storage_key(t) for t in args[:1] if isinstance(t, torch.Tensor)} or _named_input(kwargs)
-                tracer.parts.append(Part(tracer.cast, entry))
-                tracer.blocks[number] = tracer.part
-                tracer.stack.append(("", "residual"))
-            else:
-                inside = next((b for b in blocks if path.startswith(f"{b}.")), None)
-                tracer.stack.append((path[len(inside) + 1 :] if inside else path, kind_of(module)))
-
-        return hook
-
-    def leave(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            tracer.stack.pop()
-            if path in ids:
-                first = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor)), None)
-                tracer.parts.append(Part(tracer.cast, set() if first is None else {storage_key(first)}))
-
-        return hook
-
-    for path, module in model.named_modules():
-        if path:
-            handles.append(module.register_forward_pre_hook(enter(path, module), with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(path)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _named_input(kwargs: dict[str, Any]) -> set[int]:
-    first = kwargs.get("hidden_states", kwargs.get("x"))
-    return {storage_key(first)} if isinstance(first, torch.Tensor) else set()
-
-
-def add_parameters(part: Part, model: nn.Module, prefix: str, *, outside: tuple[str, ...] = (), head: str = "") -> None:
-    """Parameters of the modules below `prefix` (not below `outside`) to the sublayers that own them; shared ones once."""
-    for full, parameter in model.named_parameters():
-        if not full.startswith(prefix) or any(full.startswith(f"{path}.") for path in outside):
-            continue
-        owner = full.rpartition(".")[0]
-        module = model.get_submodule(owner)
-        path = owner[len(prefix) :]
-        kind = kind_of(module)
-        role = role_of(full, parameter, kind, head=owner == head and bool(head))
-        item = Parameter(name=full[len(prefix) :], shape=tuple(parameter.shape), role=role, trainable=parameter.requires_grad)
-        for section in part.both(part.section(path, kind)):
-            section.parameters.append(item)
-
-
-def tapes_of(parts: dict[Cast, Part]) -> Tapes:
-    """The six tapes of one part."""
-    eager: Tapes = {("eager", cast): part.eager for cast, part in parts.items()}
-    return {**eager, **{("compiled", cast): part.compiled for cast, part in parts.items()}}
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing runs backward here")
