@@ -36,12 +36,18 @@ def name_of(measurement: Measurement) -> str:
     return labels.pop() if len(labels) == 1 else measurement.plan_hash[:8]
 
 
+TOO_WIDE = 10.0
+"""An interval whose ends lie further apart than this factor says nothing, and is not printed."""
+
+
 def interval_words(interval: Interval, places: int = 3) -> str:
     """`1.412 (1.398 to 1.427)`; says so when the ends are not known."""
     if not math.isfinite(interval.value):
         return UNKNOWN
     if not (math.isfinite(interval.low) and math.isfinite(interval.high)):
         return f"{interval.value:.{places}f} (interval unknown)"
+    if interval.high > TOO_WIDE * abs(interval.low):
+        return f"{interval.value:.{places}f} (too few rounds for an interval)"
     return f"{interval.value:.{places}f} ({interval.low:.{places}f} to {interval.high:.{places}f})"
 
 

@@ -46,11 +46,13 @@ class Workload(Value, frozen=True, kw_only=True):
 class Recipe(Value, frozen=True, kw_only=True):
     """The learning itself; tune never touches it."""
 
-    steps: int = 100
+    steps: int = 1000
     seed: int = 0
     learning_rate: float = 3e-4
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = 10
+    warmup_steps: int = 100
+    """Steps over which the rate rises from zero; a short one throws a fresh model about, and hides in that what a change of
+    numerics does."""
     min_lr_ratio: float = 0.1
     """The schedule ends at this share of `learning_rate`."""
     beta1: float = 0.9
