@@ -208,9 +208,9 @@ class Tape:
         """Joined into new storage; keeps nothing."""
         return self.op(name, parts, sum(t.elements for t in parts))
 
-    def gather(self, x: Tensor, index: Tensor, elements: float, *, name: str = "gathered") -> Tensor:
+    def gather(self, x: Tensor, index: Tensor, elements: float, *, name: str = "gathered", launches: int = 1) -> Tensor:
         """Rows picked by an index, which is kept."""
-        return self.op(name, (x, index), elements, dtype=x.dtype, saves=(index,), kind="reduction")
+        return self.op(name, (x, index), elements, dtype=x.dtype, saves=(index,), kind="reduction", launches=launches)
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Keeps a mask of bytes (CUDA's fused kernel) when p > 0, else does nothing."""

@@ -40,7 +40,7 @@ def _router(tape: Tape, x: Tensor, shape: Shape, moe: Experts) -> Tensor:
         wide = tape.to(logits, tape.fp32) if moe.style == "mixtral" else logits
         scores = tape.softmax(wide)
     index = tape.source("top_k_index", moe.per_token, "int64", grad=False)
-    top = tape.gather(scores, index, moe.per_token, name="top_k")
+    top = tape.gather(scores, index, moe.per_token, name="top_k", launches=2)
     if moe.normalise:
         total = tape.mean(top, 1)
         top = tape.op("shares", (top, total), moe.per_token, saves=(top, total))
@@ -55,6 +55,8 @@ def _grouped(tape: Tape, x: Tensor, weights: Tensor, shape: Shape, moe: Experts)
     tape.at("experts", "experts")
     tape.parameter("mlp.experts.gate_up_proj", (moe.count, 2 * ffn, hidden), "expert")
     tape.parameter("mlp.experts.down_proj", (moe.count, hidden, ffn), "expert")
+    # Sort by expert, count, sum up, divide, number and scatter the places: small integers, but six launches.
+    tape.op("places", (), k, dtype="int64", kind="reduction", grad=False, launches=6)
     rows, order = (tape.source(n, k, "int64", grad=False) for n in ("rows", "order"))
     inverse = tape.source("inverse", k, "int64", grad=False)
     picked = tape.gather(x, rows, k * hidden, name="rows_sorted")
