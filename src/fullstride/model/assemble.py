@@ -67,7 +67,7 @@ def _kept(tape: Tape) -> list[tuple[Tensor, int]]:
 
     def keep(tensor: Tensor, op: Op) -> None:
         root = tensor.root
-        if root.counted and root.dtype != "scalar":
+        if root.counted:
             kept.setdefault(id(root), (root, op.sub))
 
     def expand(tensor: Tensor, op: Op) -> None:
