@@ -33,6 +33,7 @@ def plan_for(stage=0, ranks=1, micro=2, accumulation=1, mode="none", kind="model
 ONE_RANK = {
     "fp32": plan_for(),
     "fp32, full recompute": plan_for(mode="full"),
+    "autocast, full recompute, chunked": plan_for(mode="full", kind="chunked", precision=AUTOCAST),
     "weights": plan_for(precision=weights_cast(1, "none")),
     "weights, norm+activation, chunked": plan_for(mode="norm_activation", kind="chunked", precision=weights_cast(1, "none")),
     "weights, accumulation": plan_for(accumulation=2, precision=weights_cast(2, "none")),

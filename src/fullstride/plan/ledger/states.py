@@ -75,8 +75,12 @@ def gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     if plan.shard.carrier == "none":
         buffers = plan.precision.cast == "weights" and plan.precision.gradient != plan.precision.block
         source = f"P x {each} B" + (", in buffers that stay: wider than the weights" if buffers else "")
-        moments = ALL if buffers else throughout if accumulate else last
-        return (row("gradients", "gradients", count * each, source, moments, exact=True),)
+        if buffers or accumulate:
+            return (row("gradients", "gradients", count * each, source, ALL if buffers else throughout, exact=True),)
+        late = 0 if spec.tied_embeddings else parts(spec)[0].trainable  # made last, when no block's activations stand
+        first = row("gradients", "gradients", (count - late) * each, source, last, exact=True)
+        embedding = row("gradient of the embedding", "gradients", late * each, "made last", ("optimizer",), exact=True)
+        return (first, embedding) if late else (first,)
     held = master_bytes(plan)
     sharded = row(
         "gradients (shards)",
