@@ -1,13 +1,15 @@
 """What a run left is read back, and a page made of it."""
 
+import math
+
 import pytest
 from tests.cli.values import make_comparison, make_measurement, make_plan, make_step
 
 import fullstride
-from fullstride.cli.follow import StepTail, show_steps
+from fullstride.cli.follow import Tail, show
 from fullstride.cli.record import read_run, read_shown
 from fullstride.errors import BadInput
-from fullstride.events import EventWriter, Progress
+from fullstride.events import Evaluation, EventWriter, Progress
 from fullstride.files import write_bytes, write_json
 from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
@@ -59,7 +61,7 @@ def test_files_are_read_by_their_kind(tmp_path):
 
 def test_the_tail_sees_new_whole_steps_only(run_dir):
     write_events(run_dir, [make_step(0)])
-    tail = StepTail(run_dir.events(0))
+    tail = Tail(run_dir.events(0))
     assert tail.read() == []
     write_events(run_dir, [Progress(time_ns=1, phase="x"), make_step(1)])
     assert [s.step for s in tail.read()] == [1]
@@ -71,24 +73,36 @@ def test_the_tail_sees_new_whole_steps_only(run_dir):
         out.write(rest)
         out.flush()
         assert [s.step for s in tail.read()] == [2]
-    tail.close()
 
 
 def test_the_tail_waits_for_a_file_that_is_not_there_yet(run_dir):
-    tail = StepTail(run_dir.events(0))
+    tail = Tail(run_dir.events(0))
     assert tail.read() == []
     write_events(run_dir, [make_step(0)])
     assert [s.step for s in tail.read()] == [0]
-    tail.close()
 
 
-def test_the_newest_step_is_shown():
+def test_the_newest_step_and_every_held_out_loss_are_shown():
     told = []
 
     class View:
         def step(self, seconds, *, done, of, label):
             told.append((seconds, done, of, label))
 
-    show_steps([], View(), 10)
-    show_steps([make_step(0), make_step(1)], View(), 10)
-    assert told == [(1.0, 2, 10, "loss 3.0000, lr 1.00e-03, 256 tokens/s")]
+        def note(self, text):
+            told.append(text)
+
+    show([], View(), 10)
+    held_out = Evaluation(time_ns=1, step=1, loss=2.5, tokens=1200)
+    show([make_step(0), held_out, make_step(1)], View(), 10)
+    assert told == [
+        "  after 1 steps: held-out loss 2.5000 over 1.20 k tokens",
+        (1.0, 2, 10, "loss 3.0000, lr 1.00e-03, 256 tokens/s"),
+    ]
+
+
+def test_the_tail_keeps_the_newest_and_reads_losses_that_are_no_number(run_dir):
+    tail = Tail(run_dir.events(0))
+    write_events(run_dir, [make_step(0), Evaluation(time_ns=1, step=1, loss=2.5, tokens=12), make_step(1, loss=math.nan)])
+    assert len(tail.read()) == 3
+    assert tail.last.step == 1 and math.isnan(tail.last.loss) and tail.evaluation.loss == 2.5

@@ -65,7 +65,7 @@ def test_a_run_from_start_to_end_then_again(plan_file, workers, capfd):
     seen = capfd.readouterr()
     told = json.loads(seen.out)
     assert told["kind"] == "training"
-    assert told["data"] == {"run_dir": "run", "steps": 2, "last_step": 1, "loss": 2.0}
+    assert told["data"] == {"run_dir": "run", "steps": 2, "last_step": 1, "loss": 2.0, "held_out_loss": None}
     assert asked["train"] and asked["save_every"] == 5 and asked["export"] == "out"
     plan = read_plan("run/plan.toml")
     assert plan == asked["plan"]

@@ -1,48 +1,52 @@
-"""Watching a training run from outside: its steps as rank 0 writes them down."""
+"""Watching a training run from outside: its steps and held-out losses as rank 0 writes them down."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
-import msgspec
-
-from fullstride.events import AnyEvent, StepEnd
+from fullstride.events import Evaluation, StepEnd, read_events
 from fullstride.report.progress import ProgressView
 from fullstride.units import format_count
 
 
-class StepTail:
-    """Reads the steps that are added to an event file, from its present end on."""
+class Tail:
+    """Reads what is added to an event file, from its present end on."""
+
+    last: StepEnd | None = None
+    """The newest step that was read."""
+    evaluation: Evaluation | None = None
+    """The newest held-out loss that was read."""
 
     def __init__(self, path: Path) -> None:
         """Start behind what is there already (an earlier part of a resumed run)."""
         self._path = path
-        self._skip = path.stat().st_size if path.exists() else 0
-        self._file: BinaryIO | None = None
-        self._rest = b""
-        self._decoder = msgspec.json.Decoder(AnyEvent)
+        self._start = path.stat().st_size if path.exists() else 0
 
-    def read(self) -> list[StepEnd]:
-        """The steps that were added since the last call; a line that is not whole yet waits for the next one."""
-        if self._file is None:
-            if not self._path.exists():
-                return []
-            self._file = open(self._path, "rb")  # noqa: SIM115  (closed by close())
-            self._file.seek(self._skip)
-        lines = (self._rest + self._file.read()).split(b"\n")
-        self._rest = lines.pop()
-        events = [self._decoder.decode(line) for line in lines if line.startswith(b'{"event":"step_end"')]
-        return [event for event in events if isinstance(event, StepEnd)]
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._file is not None:
-            self._file.close()
+    def read(self) -> list[StepEnd | Evaluation]:
+        """What was added since the last call; a line that is not whole yet waits for the next one."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._start)
+            added = file.read()
+        events = islice(read_events(self._path, self._start), added.count(b"\n"))
+        told = [event for event in events if isinstance(event, StepEnd | Evaluation)]
+        self._start += added.rfind(b"\n") + 1
+        for event in told:
+            if isinstance(event, StepEnd):
+                self.last = event
+            else:
+                self.evaluation = event
+        return told
 
 
-def show_steps(steps: list[StepEnd], view: ProgressView, num_steps: int) -> None:
-    """The newest step on the live line: place, time, loss, tokens per second."""
+def show(told: list[StepEnd | Evaluation], view: ProgressView, num_steps: int) -> None:
+    """Held-out losses as lines that stay, the newest step on the live line: place, time, loss, tokens per second."""
+    for event in told:
+        if isinstance(event, Evaluation):
+            view.note(f"  after {event.step} steps: held-out loss {event.loss:.4f} over {format_count(event.tokens)} tokens")
+    steps = [event for event in told if isinstance(event, StepEnd)]
     if not steps:
         return
     last = steps[-1]

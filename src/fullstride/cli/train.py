@@ -7,18 +7,16 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from fullstride.cli.choose import checked, choose_model, is_plan_file, override, plan_here
 from fullstride.cli.claim import default_run_dir, error_of, failure_of, fill, look, wait_until_filled
 from fullstride.cli.command import add_dry_run, positive
-from fullstride.cli.follow import StepTail, show_steps
+from fullstride.cli.follow import Tail, show
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import BadInput, UsageError
-from fullstride.events import StepEnd
 from fullstride.launch.command import worker_command
 from fullstride.launch.job import Job
 from fullstride.launch.local import Process, start
@@ -75,13 +73,14 @@ class Train:
             out.show(None, _summary(run_dir, plan, None), "training")
             return 0
         if _joins():
+            out.note(f"joining a group of {plan.layout.world_size} ranks as rank {os.environ['RANK']}, in {run_dir.root}")
             return _join(run_dir, plan, spec, cluster, job)
         out.note(f"{'resuming' if claim == 'resumed' else 'starting'} {run_dir.root}, {plan.layout.world_size} ranks")
         fill(run_dir, plan, cluster, spec)
-        last = _launch(job, run_dir, plan, out)
-        loss = f", loss {last.loss:.4f}" if last else ""
+        tail = _launch(job, run_dir, plan, out)
+        loss = f", loss {tail.last.loss:.4f}" if tail.last else ""
         out.note(f"done: {plan.recipe.steps} steps{loss}; for the page: fullstride report {run_dir.root}")
-        out.show(None, _summary(run_dir, plan, last), "training")
+        out.show(None, _summary(run_dir, plan, tail), "training")
         return 0
 
 
@@ -139,35 +138,33 @@ def worker_words(job: Job) -> tuple[str, ...]:
     return (sys.executable, *job.command[last:])
 
 
-def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> StepEnd | None:
+def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> Tail:
     """Start the workers, show their steps, and wait for the end.
 
     Raises:
         RunFailed: they ended badly; the exit code follows the cause.
     """
-    tail, last = StepTail(run_dir.events(0)), None
+    tail = Tail(run_dir.events(0))
     process = start(job)
     try:
         with ProgressView(f"train {plan.model.source}") as view:
             view.phase("building")
             while (code := process.poll()) is None:
-                steps = tail.read()
-                if steps and last is None:
+                began = tail.last is not None
+                told = tail.read()
+                if tail.last and not began:
                     view.phase("training")
-                show_steps(steps, view, plan.recipe.steps)
-                last = steps[-1] if steps else last
+                show(told, view, plan.recipe.steps)
                 time.sleep(_POLL_SECONDS)
-            for step in tail.read():
-                last = step
+            show(tail.read(), view, plan.recipe.steps)
     except KeyboardInterrupt:
         _let_it_save(process, out, run_dir)
         raise
     finally:
-        tail.close()
         process.close()
     if code != 0 or not run_dir.done.exists():
         raise error_of(failure_of(run_dir, code), run_dir)
-    return last
+    return tail
 
 
 def _let_it_save(process: Process, out: Output, run_dir: RunDir) -> None:
@@ -176,10 +173,15 @@ def _let_it_save(process: Process, out: Output, run_dir: RunDir) -> None:
     out.note(f"the same command resumes {run_dir.root}")
 
 
-def _summary(run_dir: RunDir, plan: Plan, last: StepEnd | None) -> dict[str, Any]:
-    loss = None if last is None else last.loss
-    step = None if last is None else last.step
-    return {"run_dir": str(Path(run_dir.root)), "steps": plan.recipe.steps, "last_step": step, "loss": loss}
+def _summary(run_dir: RunDir, plan: Plan, tail: Tail | None) -> dict[str, Any]:
+    last, evaluation = (tail.last, tail.evaluation) if tail else (None, None)
+    return {
+        "run_dir": run_dir.root,
+        "steps": plan.recipe.steps,
+        "last_step": last.step if last else None,
+        "loss": last.loss if last else None,
+        "held_out_loss": evaluation.loss if evaluation else None,
+    }
 
 
 VERB = Train()
