@@ -69,3 +69,18 @@ def test_bad_input_is_one_line(words, code, tmp_path, monkeypatch, capsys):
     assert main(words) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: assumed")]
     assert len(lines) == 1 and lines[0].startswith(f"fullstride {words[0]}: error: "), lines
+
+
+def test_explain_of_a_plan_that_does_not_fit_shows_it_and_exits_4(tmp_path, monkeypatch, capfd):
+    from fullstride.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text(
+        'kind = "plan"\nformat = 1\n[model]\nsource = "llama3-70b"\n[workload]\nsequence_length = 2048\nsamples_per_step = 1\n'
+        '[made_for]\ndevice = "h100-sxm"\n'
+    )
+    assert main(["explain", "p.toml", "--json"]) == 4
+    told = json.loads(capfd.readouterr().out)
+    assert told["kind"] == "estimate"
+    assert told["data"]["peak_device_bytes"] > told["data"]["capacity_bytes"]
+    assert any("more than it has" in warning for warning in told["warnings"])
