@@ -13,7 +13,9 @@ def dtype_bytes(dtype: SavedDType, cast: Cast, compute_bytes: int) -> int:
         return compute_bytes
     if dtype == "residual":
         return 4 if cast == "autocast" else compute_bytes
-    return {"fp32": 4, "int64": 8, "bool": 1}[dtype]
+    if dtype == "fp32":
+        return max(4, compute_bytes)  # in fp64 nothing is narrowed to fp32
+    return {"int64": 8, "bool": 1}[dtype]
 
 
 def is_kept(saved: Saved, cast: Cast, *, compiled: bool) -> bool:
@@ -60,5 +62,5 @@ def cost_of(sublayer: Sublayer, cast: Cast) -> CastCost:
         moved_elements=sublayer.moved_elements,
         fused_elements=sublayer.fused_elements,
         operators=sublayer.operators,
-        fused_operators=sublayer.operators,
+        fused_operators=len(sublayer.matmuls) + (1 if sublayer.attention or sublayer.fused_elements else 0),
     )

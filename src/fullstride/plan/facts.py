@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fullstride.model.spec import ModelSpec, Saved, Sublayer
+from fullstride.model.saved import cost_of, saved_bytes
+from fullstride.model.spec import ModelSpec, Sublayer
 from fullstride.plan.plan import DType, Plan
 
 BYTES: dict[DType, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -169,22 +170,16 @@ def num_recomputed(plan: Plan, part: Part) -> int:
     return part.count // plan.recompute.every
 
 
-def saved_bytes(item: Saved, plan: Plan) -> float:
-    """Bytes that one saved tensor takes for one micro-batch under this plan; 0 where it is not kept."""
-    compiled = plan.compile.mode == "block"
-    if item.when == ("eager" if compiled else "compiled") or plan.precision.cast not in item.cast:
-        return 0.0
-    size = {"compute": compute_bytes(plan), "residual": residual_bytes(plan), "fp32": 4, "int64": 8, "bool": 1}[item.dtype]
-    if item.dtype == "fp32" and plan.precision.master == "fp64":
-        size = 8
-    tokens, sequence = micro_tokens(plan), plan.workload.sequence_length
-    scale = {"token": tokens, "position": sequence, "pair": tokens * sequence}[item.per]
-    return item.elements * size * scale
-
-
 def fixed_bytes(sublayer: Sublayer, plan: Plan) -> float:
     """Bytes that a sublayer keeps for backward when nothing is recomputed, one micro-batch."""
-    return sum(saved_bytes(item, plan) for item in sublayer.saved)
+    return saved_bytes(
+        (sublayer,),
+        cast=plan.precision.cast,
+        compute_bytes=compute_bytes(plan),
+        compiled=plan.compile.mode == "block",
+        samples=plan.batch.micro_batch,
+        sequence_length=plan.workload.sequence_length,
+    )
 
 
 def product_bytes(sublayer: Sublayer, plan: Plan) -> float:
@@ -206,11 +201,8 @@ class Traffic:
 
 def traffic(sublayer: Sublayer, plan: Plan) -> Traffic:
     """Bytes read and written for each token, and kernels launched, by this plan's cast and compilation."""
-    compiled, size = plan.compile.mode == "block", compute_bytes(plan)
-    for cost in sublayer.costs:
-        if cost.cast == plan.precision.cast:
-            moved = cost.fused_elements if compiled else cost.moved_elements
-            return Traffic(bytes=moved * size, operators=cost.fused_operators if compiled else cost.operators)
-    fused = len(sublayer.matmuls) + (1 if sublayer.attention or sublayer.fused_elements else 0)
-    moved = sublayer.fused_elements if compiled else sublayer.moved_elements
-    return Traffic(bytes=moved * size, operators=fused if compiled else sublayer.operators)
+    compiled, cost = plan.compile.mode == "block", cost_of(sublayer, plan.precision.cast)
+    moved = cost.fused_elements if compiled else cost.moved_elements
+    moved += cost.moved_pair_elements * plan.workload.sequence_length
+    operators = cost.fused_operators if compiled else cost.operators
+    return Traffic(bytes=moved * compute_bytes(plan), operators=operators)
