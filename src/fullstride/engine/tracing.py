@@ -86,11 +86,11 @@ class Part:
         return f"{word}.{number}" if number else word
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one run under one cast."""
 
     def __init__(self, cast: Cast, samples: int, length: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cast, self.samples, self.length = cast, samples, length
         self.parts: list[Part] = [Part(cast, set())]
         self.blocks: dict[int, Part] = {}
@@ -290,7 +290,7 @@ class FusedAttention(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
         if func in _GROUPED:
-            result: torch.Tensor = _Grouped.apply(args[0], args[1], self.tracer)
+            result: torch.Tensor = _Grouped.apply(args[0], args[1], self.tracer)  # type: ignore[no-untyped-call]
             return result
         if func in _WIDENED and torch.is_autocast_enabled("cpu") and args[0].is_floating_point():
             args = (args[0].float(), *args[1:])
@@ -310,7 +310,7 @@ class FusedAttention(TorchFunctionMode):
         """For q [.., heads, T, dim], k and v: the result has q's layout, and q, k, v, result and log-sum-exp are kept."""
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
-        result: torch.Tensor = _Attend.apply(query, key, value, self.tracer, is_causal or attn_mask is not None)
+        result: torch.Tensor = _Attend.apply(query, key, value, self.tracer, is_causal or attn_mask is not None)  # type: ignore[no-untyped-call]
         return result
 
 
