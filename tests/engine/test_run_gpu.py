@@ -1,5 +1,7 @@
 """A Run on one GPU: lower dtypes, compilation, chunks and recomputation against fp32 and each other."""
 
+import gc
+
 import pytest
 import torch
 
@@ -23,10 +25,11 @@ COMPILED, CHUNKS = Compile(mode="block"), Loss(kind="chunked", chunk_tokens=1000
 
 def losses(*, micro_batch=2, accumulation=1, steps=3, **parts):
     torch._dynamo.reset()
+    gc.collect()  # a model whose forwards were replaced is part of cycles
     plan = Plan(
         model=ModelRef(source="test"),
         workload=Workload(sequence_length=1024, samples_per_step=micro_batch * accumulation),
-        recipe=Recipe(learning_rate=1e-3, warmup_steps=0),
+        recipe=Recipe(learning_rate=1e-5, warmup_steps=0),  # small, so that rounding of one step does not grow in the next
         batch=Batch(micro_batch=micro_batch, accumulation=accumulation),
         **parts,
     )
@@ -63,7 +66,7 @@ def wide():
 def test_bf16_is_close_to_fp32(wide, parts):
     found, _ = losses(**parts)
     assert torch.allclose(found[:, 0], wide[:, 0], rtol=2e-3)
-    assert torch.allclose(found[:, 1], wide[:, 1], rtol=3e-2)
+    assert torch.allclose(found[:, 1], wide[:, 1], rtol=2e-2)
 
 
 @pytest.mark.parametrize("compile", [Compile(), COMPILED], ids=["eager", "compiled"])

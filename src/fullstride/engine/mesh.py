@@ -15,11 +15,10 @@ from fullstride.plan.plan import Plan
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
     """The device of this rank: the one given, else the GPU with this rank's local number, else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
+    asked = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if asked.type == "cuda" and asked.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    return asked
 
 
 def join(plan: Plan, device: torch.device) -> int:
