@@ -34,14 +34,14 @@ def environment():
 
 
 def peer(model, num_gpus, out, when, seq):
-    """One torchtitan run of 20 steps; the last report counts."""
+    """One torchtitan run of 15 steps; the last report counts."""
     assets = out / "assets"
     if not (assets / "tok").exists():
         subprocess.run([sys.executable, HERE / "peers" / "assets.py", assets], check=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     command += [str(HERE / "peers" / "torchtitan_llama.py"), "--model.name", "llama3"]
     command += ["--model.hf_assets_path", str(assets / "tok"), "--training.dataset", "c4_test"]
-    command += ["--training.dataset_path", str(assets / "data"), "--training.seq_len", str(seq), "--training.steps", "20"]
+    command += ["--training.dataset_path", str(assets / "data"), "--training.seq_len", str(seq), "--training.steps", "15"]
     command += ["--metrics.log_freq", "5", "--metrics.disable_color_printing", "--activation_checkpoint.mode", "none"]
     command += BEST[(model, num_gpus)]
     started = time.time()
@@ -49,7 +49,8 @@ def peer(model, num_gpus, out, when, seq):
     with open(log, "w") as text:
         code = subprocess.run(command, stdout=text, stderr=text, env=environment(), timeout=280, check=False).returncode
     found = STEP.findall(log.read_text())
-    result = {"command": " ".join(command), "exit_code": code, "seconds": time.time() - started}
+    shown = " ".join(command).replace(sys.executable, "python").replace(str(HERE), "benchmarks").replace(str(out), "OUT")
+    result = {"command": shown, "exit_code": code, "seconds": time.time() - started}
     if found:
         step, loss, memory, rate = found[-1]
         result |= {"step": int(step), "loss": float(loss), "peak_gib": float(memory)}
