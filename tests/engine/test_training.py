@@ -166,7 +166,7 @@ def test_the_exported_model_is_loaded_by_transformers_and_trained_further(plan, 
     further = msgspec.structs.replace(
         plan,
         model=ModelRef(source=str(model)),
-        recipe=Recipe(steps=1, learning_rate=0.0),
+        recipe=Recipe(steps=1, learning_rate=1e-12),
         layout=Layout(),
         shard=Shard(),
         batch=Batch(micro_batch=4),
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_is_named(plan, tmp_path, fault, kind, rank, monkeypat
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(plan, tmp_path):
-    wild = msgspec.structs.replace(plan, recipe=Recipe(steps=30, learning_rate=1e30, clip_norm=0.0, warmup_steps=0))
+    wild = msgspec.structs.replace(plan, recipe=Recipe(steps=30, learning_rate=3e38, clip_norm=0.0, warmup_steps=0))
     run_dir, status = run_plan(wild, tmp_path / "run", save_every=100)
     assert status != 0
     assert read_json(run_dir.failed, Failure).failure == "not_finite"

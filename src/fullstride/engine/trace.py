@@ -51,7 +51,7 @@ class Tracer:
         """Trace `device` and the host."""
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._cuda else [])
-        self._profile: Any = profile(activities=activities)
+        self._profile: Any = profile(activities=activities, acc_events=True)  # without it torch warns
         self._phases: list[tuple[int, int, int, Phase]] = []
         self._step = 0
         self._anchors: list[Stretch] = []
