@@ -29,7 +29,7 @@ TWO = {"layout": Layout(dp_shard=2), "shard": Shard(carrier="fsdp2", stage=3), "
 DDP = {"layout": Layout(dp_replicate=2), "shard": Shard(carrier="ddp"), "batch": Batch(micro_batch=4)}
 WORK = Workload(sequence_length=64, samples_per_step=8)
 WEIGHTS = weights_cast(1, "none")
-FP64 = Precision(**dict.fromkeys(Precision.__struct_fields__[1:], "fp64"))
+FP64 = Precision(**dict.fromkeys((f for f in Precision.__struct_fields__ if f not in ("cast", "fp8")), "fp64"))
 
 
 def recipe(**fields):
@@ -74,6 +74,7 @@ CASES = {
         "layout.order",
     ),
     "layout.unbuilt": ({"layout": Layout(ep=2)}, {}, "layout.ep = 2: this axis is not built yet"),
+    "run.unbuilt": ({"recompute": Recompute(mode="attention")}, {"recompute": Recompute(mode="full")}, "'attention'"),
     "layout.devices": (
         {
             "layout": Layout(dp_shard=16),

@@ -75,6 +75,23 @@ def unbuilt_axis_met(plan: Plan) -> str:
     return ""
 
 
+def unbuilt_part_met(plan: Plan) -> str:
+    """The first entry that can be priced but not run."""
+    recompute, optimizer = plan.recompute, plan.optimizer
+    entries: tuple[tuple[str, object, bool], ...] = (
+        ("shard.carrier", plan.shard.carrier, plan.shard.carrier in ("megatron", "deepspeed")),
+        ("recompute.mode", recompute.mode, recompute.mode == "attention"),
+        ("recompute.blocks", recompute.blocks, recompute.blocks != 0),
+        ("recompute.offload", recompute.offload, recompute.offload != "none"),
+        ("optimizer.cpu_share", optimizer.cpu_share, optimizer.cpu_share != 0),
+        ("optimizer.nvme_share", optimizer.nvme_share, optimizer.nvme_share != 0),
+        ("precision.fp8", plan.precision.fp8, plan.precision.fp8 != "off"),
+        ("kernels.attention", plan.kernels.attention, plan.kernels.attention != "sdpa"),
+        ("adapter.rank", plan.adapter.rank, plan.adapter.rank != 0),
+    )
+    return next((f"{name} = {value!r}" for name, value, used in entries if used), "")
+
+
 def samples_met(plan: Plan) -> str:
     """The product of the batch's factors, where it is not the samples of a step."""
     batch, ranks, wanted = plan.batch, plan.layout.data_parallel, plan.workload.samples_per_step

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from fullstride.files import FileValue, Value, digest
 
 DType: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
-Carrier: TypeAlias = Literal["none", "ddp", "fsdp2"]
+Carrier: TypeAlias = Literal["none", "ddp", "fsdp2", "megatron", "deepspeed"]
 RecomputeChoice: TypeAlias = Literal["keep", "recompute"]
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 
@@ -88,6 +88,8 @@ class Layout(Value, frozen=True, kw_only=True):
     """Expert parallel, laid over the data axes: not a factor of the world size."""
     order: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     """Axes from the slowest varying to the fastest: the last one has neighbouring ranks."""
+    sequence_parallel: bool = True
+    """With tp above 1: norms, residuals and dropout are cut along the sequence (Korthikanti et al., 2022)."""
 
     @property
     def world_size(self) -> int:
@@ -104,7 +106,8 @@ class Shard(Value, frozen=True, kw_only=True):
     """ZeRO, and who carries it out."""
 
     carrier: Carrier = "none"
-    """`none` for one rank, `ddp` (torch DistributedDataParallel), `fsdp2` (torch fully_shard)."""
+    """`none` for one rank, `ddp` (torch DistributedDataParallel), `fsdp2` (torch fully_shard); `megatron` and `deepspeed` are
+    other frameworks' own, which fullstride prices and does not run."""
     stage: Literal[0, 1, 2, 3] = 0
     """0 replicates all; 1 shards optimizer states, 2 also gradients, 3 also weights."""
     reshard: dict[str, bool] = {}
@@ -136,10 +139,15 @@ class Batch(Value, frozen=True, kw_only=True):
 class Recompute(Value, frozen=True, kw_only=True):
     """What is kept for backward and what is made again."""
 
-    mode: Literal["none", "norm_activation", "full"] = "none"
-    """`norm_activation`: everything in a block but matrix products and attention is made again; `full`: whole blocks are."""
+    mode: Literal["none", "norm_activation", "attention", "full"] = "none"
+    """`norm_activation`: everything in a block but matrix products and attention is made again; `attention`: the core of
+    attention alone (Megatron's selective); `full`: whole blocks are."""
     every: int = 1
     """Applies to one block in `every`, the first blocks of each run of `every` being kept; 1 for all blocks."""
+    blocks: int = 0
+    """Applies to the first so many blocks of each stage (Megatron's block method); 0 for all."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where the kept inputs of recomputed blocks wait for backward."""
 
 
 class Optimizer(Value, frozen=True, kw_only=True):
@@ -147,6 +155,10 @@ class Optimizer(Value, frozen=True, kw_only=True):
 
     kind: Literal["adamw"] = "adamw"
     implementation: Literal["fused", "foreach", "loop"] = "fused"
+    cpu_share: float = 0.0
+    """Share of masters and moments that lies in pinned host memory."""
+    nvme_share: float = 0.0
+    """Share that lies on disk."""
 
 
 class Precision(Value, frozen=True, kw_only=True):
@@ -166,6 +178,8 @@ class Precision(Value, frozen=True, kw_only=True):
     """What gradients are summed in across ranks."""
     master: DType = "fp32"
     optimizer_state: DType = "fp32"
+    fp8: Literal["off", "tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"] = "off"
+    """Scaling recipe of linears computed in fp8."""
 
 
 class Loss(Value, frozen=True, kw_only=True):
@@ -175,6 +189,23 @@ class Loss(Value, frozen=True, kw_only=True):
     """`model`: the model's own logits, whole; `chunked`: head and loss by chunks of tokens, logits never stand whole."""
     chunk_tokens: int = 4096
     """Tokens of one chunk."""
+
+
+class Kernels(Value, frozen=True, kw_only=True):
+    """Which implementation computes."""
+
+    attention: Literal["sdpa", "fused_softmax", "unfused"] = "sdpa"
+    """`sdpa`: torch's own choice of a flash kernel; `fused_softmax`: scores stand whole, scale, mask and softmax in one
+    kernel (older Megatron); `unfused`: each operator by itself."""
+
+
+class Adapter(Value, frozen=True, kw_only=True):
+    """Low-rank adapters on frozen weights (LoRA, Hu et al., 2021)."""
+
+    rank: int = 0
+    """0: none, all weights are trained."""
+    targets: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
+    """Products that get an adapter, by the end of the sublayer's name."""
 
 
 class Compile(Value, frozen=True, kw_only=True):
@@ -234,6 +265,8 @@ class Plan(FileValue, frozen=True, kw_only=True, tag="plan"):
     recompute: Recompute = Recompute()
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
+    kernels: Kernels = Kernels()
+    adapter: Adapter = Adapter()
     loss: Loss = Loss()
     compile: Compile = Compile()
     overlap: Overlap = Overlap()
@@ -244,8 +277,8 @@ class Plan(FileValue, frozen=True, kw_only=True, tag="plan"):
     @property
     def plan_hash(self) -> str:
         """Name of the way the work is done."""
-        parts = ("layout", "shard", "pipeline", "batch", "recompute", "optimizer", "precision", "loss", "compile")
-        return digest([getattr(self, part) for part in (*parts, "overlap", "comm", "data", "threads")])
+        parts = ("layout", "shard", "pipeline", "batch", "recompute", "optimizer", "precision", "kernels", "loss", "compile")
+        return digest([getattr(self, part) for part in (*parts, "adapter", "overlap", "comm", "data", "threads")])
 
     @property
     def work_hash(self) -> str:

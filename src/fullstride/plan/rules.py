@@ -96,6 +96,12 @@ RULES: tuple[Rule, ...] = (
         when(met.axes_met),
     ),
     _rule("layout.unbuilt", "this axis is not built yet", "use 1", when(met.unbuilt_axis_met)),
+    _rule(
+        "run.unbuilt",
+        "fullstride prices this and does not run it yet",
+        "leave that entry out",
+        when(met.unbuilt_part_met),
+    ),
     _rule("layout.devices", "a rank needs a device of its own", "lower the degrees, or give more devices", met.devices_met),
     _rule(
         "batch.samples",

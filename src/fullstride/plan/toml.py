@@ -25,6 +25,8 @@ PART_COMMENTS = {
     "recompute": "What is kept for backward, and what is made again",
     "optimizer": "How AdamW is carried out",
     "precision": "A dtype for each role: fp64, fp32, bf16",
+    "kernels": "Which implementation computes",
+    "adapter": "Low-rank adapters on frozen weights; rank 0 trains all weights",
     "loss": "How the head and the loss are computed",
     "compile": "torch.compile",
     "overlap": "Communication beside computation",
