@@ -4,6 +4,7 @@ import types
 import typing
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fullstride.cluster.cluster import Cluster, Device, Figure, Host, Link, NodeGroup
 from fullstride.model.spec import Attention, Matmul, ModelSpec, Parameter, Saved, Stack, Sublayer
@@ -92,6 +93,27 @@ def llama(hidden=64, blocks=4, heads=4, kv_heads=2, ffn=128, vocab=101, position
             Sublayer(name="loss", kind="loss", operators=4),
         ),
     )
+
+
+def experts(count, per_token=2, **sizes):
+    """A llama whose blocks end in a mixture of experts."""
+    spec = llama(**sizes)
+    stack = spec.stacks[0]
+    hidden, ffn = spec.hidden_size, 32
+    mixture = Sublayer(
+        name="experts",
+        kind="experts",
+        parameters=(
+            Parameter(name="up", shape=(count, 2 * ffn, hidden), role="expert"),
+            Parameter(name="down", shape=(count, hidden, ffn), role="expert"),
+        ),
+        matmuls=(
+            Matmul(name="up", n=2 * ffn, k=hidden, rows_per_token=per_token, groups=count),
+            Matmul(name="down", n=hidden, k=ffn, rows_per_token=per_token, groups=count),
+        ),
+        saved=(Saved(name="in", elements=per_token * hidden, dtype="compute"),),
+    )
+    return replace(spec, stacks=(replace(stack, sublayers=(*stack.sublayers[:-3], mixture)),))
 
 
 def gpus(num=8, memory=80e9, nodes=1):

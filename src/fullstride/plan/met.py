@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.limits import data_ranks, over
 from fullstride.plan.plan import Plan, Precision
 
 Met: TypeAlias = Callable[[Plan, ModelSpec | None, Cluster | None], str]
@@ -93,19 +94,28 @@ def unbuilt_part_met(plan: Plan) -> str:
 
 
 def samples_met(plan: Plan) -> str:
-    """The product of the batch's factors, where it is not the samples of a step."""
+    """The product of the batch's factors, where it is not the samples of a step, and what would come out even."""
     batch, ranks, wanted = plan.batch, plan.layout.data_parallel, plan.workload.samples_per_step
     product = batch.micro_batch * batch.accumulation * ranks
-    return "" if product == wanted else (
+    if product == wanted:
+        return ""
+    told = (
         f"micro_batch {batch.micro_batch} x accumulation {batch.accumulation} x data parallel {ranks} = {product}, "
         f"samples_per_step = {wanted}"
-    )  # fmt: skip
+    )
+    if wanted % ranks:
+        return f"{told}, and {over(wanted, ranks)} is not whole"
+    if wanted // ranks % batch.micro_batch:
+        return f"{told}, {over(wanted, ranks)} a rank, and {over(wanted // ranks, batch.micro_batch)} is not whole"
+    return f"{told}, {over(wanted, ranks)} a rank, accumulation would be {wanted // ranks // batch.micro_batch}"
 
 
 def carrier_none_met(plan: Plan) -> str:
-    """The carrier, where it does not go with the number of ranks."""
-    world, carrier = plan.layout.world_size, plan.shard.carrier
-    return f"shard.carrier = {carrier!r} with {world} ranks" if (carrier == "none") != (world == 1) else ""
+    """The carrier, where it does not go with the number of data-parallel ranks."""
+    ranks, carrier = data_ranks(plan), plan.shard.carrier
+    if carrier in ("megatron", "deepspeed"):  # they carry any number
+        return ""
+    return f"shard.carrier = {carrier!r} with {ranks} ranks" if (carrier == "none") != (ranks == 1) else ""
 
 
 def ddp_met(plan: Plan) -> str:
@@ -117,7 +127,7 @@ def ddp_met(plan: Plan) -> str:
 
 def fsdp2_met(plan: Plan) -> str:
     """What leaves fsdp2 nothing to shard."""
-    if plan.shard.carrier != "fsdp2" or (plan.shard.stage >= 1 and plan.layout.dp_shard > 1):
+    if plan.shard.carrier != "fsdp2" or (plan.shard.stage >= 1 and plan.layout.dp_shard * plan.layout.cp > 1):
         return ""
     return f"fsdp2 with shard.stage = {plan.shard.stage} and layout.dp_shard = {plan.layout.dp_shard}"
 

@@ -15,6 +15,7 @@ DType: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 Carrier: TypeAlias = Literal["none", "ddp", "fsdp2", "megatron", "deepspeed"]
 RecomputeChoice: TypeAlias = Literal["keep", "recompute"]
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
+Schedule: TypeAlias = Literal["none", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"]
 
 
 class ModelRef(Value, frozen=True, kw_only=True):
@@ -118,7 +119,7 @@ class Shard(Value, frozen=True, kw_only=True):
 class Pipeline(Value, frozen=True, kw_only=True):
     """How stages take turns."""
 
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"] = "none"
+    schedule: Schedule = "none"
     chunks: int = 1
     """Stages on each rank."""
     layers_per_stage: tuple[int, ...] = ()

@@ -7,13 +7,32 @@ no effect.
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from fullstride.cluster.cluster import Cluster
 from fullstride.errors import RuleBroken
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan import met
+from fullstride.plan import limits, met
 from fullstride.plan.met import ENV_PREFIXES, Met, below, outside, when
 from fullstride.plan.plan import Data, Loss, Overlap, Plan
+
+Scope: TypeAlias = Literal["all", "run"]
+RUN_ONLY = (
+    "layout.unbuilt",
+    "run.unbuilt",
+    "pipeline.unbuilt",
+    "precision.fp16",
+    "precision.cast",
+    "precision.weights",
+    "precision.autocast",
+    "precision.ddp",
+    "precision.master",
+    "precision.loss",
+    "precision.gradient",
+    "precision.reduction",
+)
+"""Rules about what this version runs; plans that break them can still be priced."""
 
 
 class Rule(Value, frozen=True, kw_only=True):
@@ -23,6 +42,8 @@ class Rule(Value, frozen=True, kw_only=True):
     statement: str
     fix: str
     met: Met
+    scope: Scope = "all"
+    """`all`: no framework could do it; `run`: this version's engine does not run it yet, though it can be priced."""
 
 
 class Violation(Value, frozen=True, kw_only=True):
@@ -35,7 +56,7 @@ class Violation(Value, frozen=True, kw_only=True):
 
 
 def _rule(code: str, statement: str, fix: str, met: Met) -> Rule:
-    return Rule(code=code, statement=statement, fix=fix, met=met)
+    return Rule(code=code, statement=statement, fix=fix, met=met, scope="run" if code in RUN_ONLY else "all")
 
 
 RULES: tuple[Rule, ...] = (
@@ -90,6 +111,18 @@ RULES: tuple[Rule, ...] = (
         outside(0.0, 1.0 + 1e-12, "recipe.min_lr_ratio"),
     ),
     _rule(
+        "size.counts",
+        "blocks and adapter ranks are counted from 0",
+        "use 0 for all blocks, and for no adapter",
+        below(0, "recompute.blocks", "adapter.rank"),
+    ),
+    _rule(
+        "size.shares",
+        "they are shares of the optimizer's states, together at most 1",
+        "use values from 0 to 1",
+        when(limits.shares_met),
+    ),
+    _rule(
         "layout.order",
         "the order names pp, dp_replicate, dp_shard, cp and tp once each",
         "leave layout.order out",
@@ -102,6 +135,48 @@ RULES: tuple[Rule, ...] = (
         "leave that entry out",
         when(met.unbuilt_part_met),
     ),
+    _rule(
+        "layout.heads",
+        "tensor parallelism gives each rank whole attention heads (keys' and values' may be repeated, evenly)",
+        "use a tp that divides the heads",
+        limits.heads_met,
+    ),
+    _rule(
+        "layout.width",
+        "tensor parallelism cuts the widths of products evenly",
+        "use a tp that divides them",
+        limits.width_met,
+    ),
+    _rule(
+        "layout.vocabulary",
+        "each tensor-parallel rank holds a row of the vocabulary (padded to a multiple of tp)",
+        "lower layout.tp",
+        limits.vocabulary_met,
+    ),
+    _rule(
+        "layout.context",
+        "each context-parallel rank takes two equal slices of a sample, one early and one late, so that causal work is equal",
+        "use a sequence length that is a multiple of 2 x cp",
+        when(limits.context_met),
+    ),
+    _rule(
+        "layout.sequence",
+        "sequence parallelism gives each rank the same number of tokens",
+        "use a sequence length that is a multiple of tp x cp, or layout.sequence_parallel = false",
+        when(limits.sequence_cut_met),
+    ),
+    _rule(
+        "layout.experts",
+        "expert parallelism gives each rank the same number of experts",
+        "use an ep that divides the experts",
+        limits.experts_met,
+    ),
+    _rule(
+        "layout.expert_ranks",
+        "expert parallelism lies over the data axes (dp_replicate x dp_shard x cp), so it divides them",
+        "use an ep that divides the data-parallel ranks",
+        when(limits.expert_ranks_met),
+    ),
     _rule("layout.devices", "a rank needs a device of its own", "lower the degrees, or give more devices", met.devices_met),
     _rule(
         "batch.samples",
@@ -111,8 +186,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "shard.none",
-        "carrier none goes with one rank, and several ranks need ddp or fsdp2",
-        "use carrier none with 1 rank, ddp or fsdp2 with more",
+        "carrier none goes with one data-parallel rank, and several ranks need ddp or fsdp2",
+        "use carrier none with 1 data-parallel rank (replicas, shards and context counted), ddp or fsdp2 with more",
         when(met.carrier_none_met),
     ),
     _rule("shard.none_stage", "one rank has nobody to share with", "use shard.stage = 0", when(met.stage_of_none_met)),
@@ -139,6 +214,48 @@ RULES: tuple[Rule, ...] = (
         "reshard rules name embedding, blocks, head, or a block's path such as model.layers.0",
         "correct the name",
         met.reshard_names_met,
+    ),
+    _rule(
+        "pipeline.none",
+        "a pipeline has a schedule, and one stage has none",
+        "set layout.pp and pipeline.schedule together",
+        when(limits.pipeline_none_met),
+    ),
+    _rule(
+        "pipeline.chunks",
+        "gpipe, 1f1b and zb-h1 have one stage a rank, zb-v two, interleaved two or more",
+        "use that number of chunks",
+        when(limits.chunks_met),
+    ),
+    _rule(
+        "pipeline.stages",
+        "a stage holds at least one block",
+        "lower layout.pp or pipeline.chunks",
+        limits.stages_met,
+    ),
+    _rule(
+        "pipeline.even",
+        "stages hold equal numbers of blocks unless pipeline.layers_per_stage says otherwise",
+        "use a number of stages that divides the layers, or set pipeline.layers_per_stage",
+        limits.even_met,
+    ),
+    _rule(
+        "pipeline.layers",
+        "pipeline.layers_per_stage has an entry for each stage (pp x chunks), and they add up to the blocks",
+        "correct the list",
+        limits.layers_met,
+    ),
+    _rule(
+        "pipeline.rounds",
+        "interleaving takes micro-batches in turns of pp, so their number (batch.accumulation) is a multiple of it",
+        "change batch.micro_batch or the samples of a step, or use 1f1b",
+        when(limits.rounds_met),
+    ),
+    _rule(
+        "pipeline.sizes",
+        "pipeline.micro_batch_per_stage has an entry for each stage, and of two neighbours one is a multiple of the other",
+        "correct the list",
+        when(limits.stage_batches_met),
     ),
     _rule(
         "pipeline.unbuilt", "pipelines are not built yet", "use schedule none, one chunk and no lists", when(met.pipeline_met)
@@ -199,6 +316,7 @@ RULES: tuple[Rule, ...] = (
         "use precision.reduction = fp32 (the masters' dtype)",
         when(met.reduction_met),
     ),
+    _rule("precision.fp8", "this device has no fp8 products", "use precision.fp8 = off, or a newer device", limits.fp8_met),
     _rule("workload.sequence", "a sample is no longer than the model's positions", "shorten the samples", met.sequence_met),
     _rule(
         "workload.separate",
@@ -232,6 +350,7 @@ RULES: tuple[Rule, ...] = (
 
 SIZE_RULES = tuple(rule for rule in RULES if rule.code.startswith("size."))
 _OTHER_RULES = tuple(rule for rule in RULES if rule not in SIZE_RULES)
+_PRICE_RULES = tuple(rule for rule in _OTHER_RULES if rule.scope == "all")
 
 
 def _broken(
@@ -246,9 +365,19 @@ def size_violations(plan: Plan) -> tuple[Violation, ...]:
     return _broken(SIZE_RULES, plan)
 
 
-def check(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> tuple[Violation, ...]:
-    """Every rule that `plan` breaks; empty when it may run. Impossible sizes are reported alone."""
-    return size_violations(plan) or _broken(_OTHER_RULES, plan, spec, cluster)
+def check(
+    plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None, *, to_run: bool = True
+) -> tuple[Violation, ...]:
+    """Every rule that `plan` breaks; empty when it may run. Impossible sizes are reported alone.
+
+    Without `to_run` only what no framework could do is refused, not what this version does not run yet.
+    """
+    return size_violations(plan) or _broken(_OTHER_RULES if to_run else _PRICE_RULES, plan, spec, cluster)
+
+
+def not_run(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> tuple[Violation, ...]:
+    """What keeps this version from running a plan that otherwise could be; empty when it runs it."""
+    return _broken(tuple(rule for rule in _OTHER_RULES if rule.scope == "run"), plan, spec, cluster)
 
 
 def require(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
