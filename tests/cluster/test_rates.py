@@ -1,12 +1,21 @@
 """Look-ups: exact at the points, monotone between them, a roofline where nothing was measured."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullstride.cluster.catalogue import assumed_cluster
-from fullstride.cluster.cluster import AttentionPoint, CollectivePoint, Figure, MatmulPoint
-from fullstride.cluster.rates import attention_seconds, collective_seconds, copy_seconds, launch_seconds, matmul_seconds
+from fullstride.cluster.cluster import AttentionPoint, Coefficients, CollectivePoint, Figure, MatmulPoint
+from fullstride.cluster.rates import (
+    algorithms,
+    attention_seconds,
+    collective_seconds,
+    copy_seconds,
+    launch_seconds,
+    matmul_seconds,
+)
 from fullstride.files import convert
 
 BASE = assumed_cluster()
@@ -119,9 +128,9 @@ def test_collectives_meet_their_points_and_the_ring_formula():
     points = (CollectivePoint(op="all_gather", ranks=2, bytes=2**20, seconds=5e-4),)
     cluster = changed(BASE, collectives=points)
     assert collective_seconds(cluster, "all_gather", 2**20, 2).seconds == pytest.approx(5e-4)
-    seconds, confidence, _ = collective_seconds(BASE, "all_reduce", 8e9, 8)
-    assert confidence == "assumed"
-    assert seconds == pytest.approx(2 * 7 / 8 * 8e9 / (450e9 * 0.8) + 14 * 4e-6)
+    seconds, confidence, source = collective_seconds(BASE, "all_gather", 8e9, 8)
+    assert confidence == "assumed" and "ring" in source
+    assert seconds == pytest.approx(7 / 8 * 8e9 / (450e9 * 0.8) + 7 * 4e-6)
 
 
 def test_between_nodes_the_adapters_of_the_group_carry_it():
@@ -140,3 +149,49 @@ def test_a_cpu_with_no_measurements_says_that_it_assumes():
         assert rate.confidence == "assumed" and "assumed" in rate.source
     faster = changed(device, memory_bandwidth=Figure(value=1e10, source="measured"))
     assert copy_seconds(changed(BASE, groups=(changed(BASE.groups[0], device=faster),)), 1e10).seconds == pytest.approx(1.0)
+
+
+@given(st.integers(2, 512), st.floats(1, 1e10), st.integers(1, 8))
+def test_ring_and_tree_in_closed_form(ranks, size, inside):
+    """Ring 2 (n - 1) messages and 2 (n - 1) / n of the bytes; a tree's depth grows with the logarithm of the nodes."""
+    found = algorithms("all_reduce", size, ranks, inside, 1e11, 5e-6)
+    assert found["ring"] == pytest.approx(2 * (ranks - 1) * 5e-6 + 2 * (ranks - 1) / ranks * size / 1e11)
+    nodes = -(-ranks // inside)
+    hops = 2 * (inside - 1) + 2 * math.ceil(math.log2(nodes)) if nodes > 1 else 2 * math.ceil(math.log2(ranks))
+    assert found["tree"] == pytest.approx(hops * 5e-6 + 2 * size / 0.9e11)
+    assert set(algorithms("all_gather", size, ranks, inside, 1e11, 5e-6)) == {"ring"}
+
+
+def test_small_messages_over_many_nodes_go_by_tree_and_large_ones_in_a_node_by_the_switch():
+    many = assumed_cluster("h100-sxm", 512)
+    assert "tree" in collective_seconds(many, "all_reduce", 1e4, 512).source
+    assert "NVLS" in collective_seconds(BASE, "all_reduce", 1e9, 8).source
+    assert "ring" in collective_seconds(assumed_cluster("a100-sxm-80"), "all_reduce", 1e9, 8).source
+
+
+def test_what_leaves_the_node_in_an_exchange_goes_through_one_adapter():
+    many = assumed_cluster("h100-sxm", 64)
+    inside, across = (collective_seconds(many, "all_to_all", 1e9, n).seconds for n in (8, 64))
+    assert across == pytest.approx(56 / 64 * 1e9 / (50e9 * 0.8) + 63**0.5 * 5e-6)
+    assert inside < across / 3
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
+def test_tiles_never_beat_the_share_of_the_peak(m, n, k):
+    seconds = matmul_seconds(BASE, "bf16", m, n, k).seconds
+    assert seconds >= 2 * m * n * k / (989.4e12 * 0.75)
+
+
+def test_a_last_wave_that_is_hardly_filled_costs():
+    """132 multiprocessors: 132 tiles of 128 x 256 fill one wave, a few more begin another."""
+    full = matmul_seconds(BASE, "bf16", 128 * 132, 256, 8192).seconds
+    over = matmul_seconds(BASE, "bf16", 128 * 140, 256, 8192).seconds
+    assert over / full > 1.3 > 140 / 132
+
+
+def test_coefficients_replace_what_is_assumed_and_are_named():
+    fitted = changed(BASE, coefficients=Coefficients(matmul_share=0.6, memory_share=0.5, source="a fit"))
+    slow, quick = (matmul_seconds(c, "bf16", 16384, 8192, 8192) for c in (fitted, BASE))
+    assert slow.seconds / quick.seconds == pytest.approx(0.75 / 0.6, rel=0.01)
+    assert "a fit" in slow.source
+    assert copy_seconds(fitted, 1e9).seconds == pytest.approx(1e9 / (3350e9 * 0.5))

@@ -51,6 +51,7 @@ _GPUS: dict[str, _Row] = {
     "h20": ("NVIDIA H20", 97871, 4000, 450, 5, "9.0", "H20", {"fp64": 1, "fp32": 44, "tf32": 74, "bf16": 148, "fp8": 296}),
     "h800-sxm": ("NVIDIA H800", 81559, 3350, 200, 5, "9.0", "H800", {**_HOPPER, "fp64": 1}),
     "h100-sxm": ("NVIDIA H100 80GB HBM3", 81559, 3350, 450, 5, "9.0", "H100", _HOPPER),
+    "h100-sxm-96": ("NVIDIA H100 96GB HBM2e", 97871, 2400, 450, 5, "9.0", "H100 (96 GB HBM2e, 500 W)", _HOPPER),
     "h100-pcie": (
         "NVIDIA H100 PCIe", 81559, 2000, 0, 5, "9.0", "H100",
         {"fp64": 25.6, "fp32": 51.2, "tf32": 378, "bf16": 756, "fp8": 1513},
@@ -62,22 +63,26 @@ _GPUS: dict[str, _Row] = {
     "gh200-144": ("NVIDIA GH200 144G HBM3e", 147456, 4900, 450, 5, "9.0", "GH200", _HOPPER),
     "b200": (
         "NVIDIA B200", 183359, 7700, 900, 5, "10.0", "HGX B200, per GPU",
-        {"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
+        {"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500, "fp4": 9000},
     ),
     "b300": (
         "NVIDIA B300 SXM6 AC", 275040, 7700, 900, 6, "10.3", "HGX B300, per GPU",
-        {"fp64": 1.2, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
+        {"fp64": 1.2, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500, "fp4": 13500},
     ),
     "gb200": (
         "NVIDIA GB200", 189471, 8000, 900, 5, "10.0", "GB200 NVL72, per GPU",
-        {"fp64": 40, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
+        {"fp64": 40, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000, "fp4": 10000},
     ),
     "gb300": (
         "NVIDIA GB300", 284208, 8000, 900, 6, "10.3", "GB300 NVL72, per GPU",
-        {"fp64": 1.3, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
+        {"fp64": 1.3, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000, "fp4": 15000},
     ),
     "mi300x": ("AMD Instinct MI300X", 196592, 5300, 448, 5, "", "MI300X", _MI300),
     "mi325x": ("AMD Instinct MI325X", 262128, 6000, 448, 5, "", "MI325X", _MI300),
+    "mi355x": (
+        "AMD Instinct MI355X", 294896, 8000, 537, 5, "", "MI355X",
+        {"fp64": 78.6, "fp32": 157.3, "bf16": 2516.6, "fp8": 5033.2, "fp4": 10066.3},
+    ),
 }  # fmt: skip
 
 _NAMES: tuple[tuple[str, str], ...] = (
@@ -86,6 +91,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"H100 NVL", "h100-nvl"),
     (r"H100 PCIe", "h100-pcie"),
     (r"H100 (80GB HBM3|SXM5.*)", "h100-sxm"),
+    (r"H100[- ]9[56]GB[- ]HBM2e.*", "h100-sxm-96"),
     (r"H800( SXM5.*)?", "h800-sxm"),
     (r"H20", "h20"),
     (r"GH200 (480GB|96GB.*)", "gh200-96"),
@@ -116,8 +122,19 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"T4", "t4"),
     (r"MI300X.*", "mi300x"),
     (r"MI325X.*", "mi325x"),
+    (r"MI355X.*", "mi355x"),
 )
 """Driver names, whole, without the maker. A name that says more (Ti, Laptop, MIG slice) is another device: unknown."""
+
+UNITS: dict[str, int] = {
+    "t4": 40, "v100-sxm-16": 80, "v100-sxm-32": 80, "v100-pcie-16": 80, "v100-pcie-32": 80, "a100-sxm-40": 108,
+    "a100-sxm-80": 108, "a100-pcie-40": 108, "a100-pcie-80": 108, "a800-sxm-80": 108, "a30": 56, "a10": 72, "a40": 84,
+    "a6000": 84, "rtx3090": 82, "rtx4090": 128, "rtx5090": 170, "l4": 58, "l40": 142, "l40s": 142, "h20": 78,
+    "h800-sxm": 132, "h100-sxm": 132, "h100-sxm-96": 132, "h100-pcie": 114, "h100-nvl": 132, "h200-sxm": 132,
+    "h200-nvl": 132, "gh200-96": 132, "gh200-144": 132, "b200": 148, "b300": 148, "gb200": 148, "gb300": 148,
+    "mi300x": 304, "mi325x": 304, "mi355x": 256,
+}  # fmt: skip
+"""Streaming multiprocessors (AMD: compute units) that a product's tiles are dealt to; data sheets and white papers."""
 
 PCIE_BYTES: dict[int, float] = {1: 4e9, 2: 8e9, 3: 15.75e9, 4: 31.5e9, 5: 63e9, 6: 121e9}
 """One way, 16 lanes, by generation (PCI-SIG: rate x 16 lanes / 8, line coding taken off)."""

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from fullstride.files import FileValue, Value, digest
 
 Source: TypeAlias = Literal["measured", "datasheet", "assumed"]
-DType: TypeAlias = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+DType: TypeAlias = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 CollectiveName: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 
 
@@ -129,6 +129,51 @@ class NodeGroup(Value, frozen=True, kw_only=True):
     """Matrix of connections between the node's devices in `nvidia-smi topo -m`'s words (`NV18`, `PIX`, `SYS`)."""
 
 
+class Coefficients(Value, frozen=True, kw_only=True):
+    """What software reaches of what hardware could do: few numbers, each of one physical meaning.
+
+    They stand in where a table was not measured. The defaults are assumed; a calibration brings fitted ones.
+    """
+
+    matmul_share: float = 0.75
+    """Share of the dense 16-bit peak that an endlessly large product reaches (power and clocks included)."""
+    fp8_share: float = 0.65
+    fp4_share: float = 0.5
+    """Likewise of the fp8 and fp4 peaks."""
+    matmul_depth: float = 96.0
+    """Inner size of a product that costs as much as filling and emptying a tile."""
+    wave_loss: float = 0.6
+    """How much of an unfilled last wave is lost: 1 all, 0 none (stream-k)."""
+    attention_forward: float = 0.5
+    attention_backward: float = 0.4
+    """Share of the 16-bit peak that flash attention reaches on long sequences."""
+    attention_depth: float = 256.0
+    """Sequence length at which flash attention reaches half of that."""
+    memory_share: float = 0.85
+    """Share of memory bandwidth that memory-bound operators reach."""
+    traffic: float = 1.0
+    """Bytes that memory-bound operators really move, over those counted."""
+    link_share: float = 0.8
+    network_share: float = 0.8
+    """Share of a link's one-way bandwidth that collectives reach, inside a node and between nodes."""
+    launch_seconds: float = 5e-6
+    """Host time of one operator."""
+    kernel_seconds: float = 5e-6
+    """Device time that any kernel costs, however small."""
+    step_seconds: float = 1e-3
+    """Host time of a step that no operator has."""
+    hidden_share: float = 0.9
+    """Share of computation that communication of data parallelism can hide behind."""
+    tensor_hidden: float = 0.5
+    """Share of tensor-parallel communication that hides where it is overlapped."""
+    expert_hidden: float = 0.6
+    """Likewise of the exchange between experts."""
+    contention: float = 0.15
+    """Hidden communication slows computation by this share of its time."""
+    source: str = "assumed"
+    """Where they are from: `assumed`, or the name of a calibration."""
+
+
 class Cluster(FileValue, frozen=True, kw_only=True, tag="cluster"):
     """The hardware a Plan is made for."""
 
@@ -141,6 +186,13 @@ class Cluster(FileValue, frozen=True, kw_only=True, tag="cluster"):
     """Driver, CUDA, NCCL, torch where they were seen."""
     assumed: bool = False
     """True for a default cluster that nobody probed."""
+    coefficients: Coefficients | None = None
+    """What is reached where nothing was measured; None for the defaults."""
+
+    @property
+    def reached(self) -> Coefficients:
+        """The coefficients in force."""
+        return self.coefficients or DEFAULT_COEFFICIENTS
 
     @property
     def num_devices(self) -> int:
@@ -161,3 +213,6 @@ class Cluster(FileValue, frozen=True, kw_only=True, tag="cluster"):
     def digest(self) -> str:
         """Name of this content."""
         return digest(self)
+
+
+DEFAULT_COEFFICIENTS = Coefficients()

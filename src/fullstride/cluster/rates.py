@@ -13,23 +13,33 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from fullstride.cluster.catalogue import UNITS
 from fullstride.cluster.cluster import AttentionPoint, Cluster, CollectiveName, DType, MatmulPoint
 
 Trust: TypeAlias = Literal["modelled", "assumed"]
 
-MATMUL_EFFICIENCY = 0.75
-"""Share of the dense peak that large bf16 products reach on recent GPUs; assumed where nothing was measured."""
-ATTENTION_EFFICIENCY = (0.5, 0.4)
-"""Likewise for fused causal attention, forward and backward (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
-COPY_EFFICIENCY = 0.85
-LINK_EFFICIENCY = 0.8
-"""Share of a link's one-way bandwidth that a ring reaches (8 x H100: about 370 of 450 GB/s in nccl-tests)."""
-DEVICE_LAUNCH_SECONDS = 5e-6
-CPU_LAUNCH_SECONDS = 5e-6
+UNKNOWN_UNITS = 128
+"""Multiprocessors of a device that is not in the catalogue; assumed."""
+TILES: tuple[tuple[int, int, float], ...] = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.95),
+    (128, 64, 0.8),
+    (64, 128, 0.8),
+    (64, 64, 0.6),
+)
+"""Tiles of a result that one multiprocessor makes at a time, and their share of the best rate (shared-memory reuse)."""
+SPLITS = (1, 2, 4)
+"""A product with few tiles is also cut along its inner size (split-k), its parts being summed in fp32."""
+TREE_SHARE = 0.9
+"""Bandwidth of a double binary tree over that of a ring (NCCL's tuning tables)."""
+NVLS_SHARE = 1.35
+"""All-reduce by in-switch reduction over a ring, at large sizes (8 x H100 in nccl-tests: 480 over 360 GB/s)."""
 CPU_FLOPS_PER_CORE = 25e9
 """fp32 FLOP/s of one server core with AVX2; assumed where nothing was measured."""
 CPU_BYTES_PER_RANK = 8e9
-BYTES_OF: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+BYTES_OF: dict[str, float] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5625}
+"""fp4 carries a scale for each 16 elements."""
 
 TRAFFIC: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -80,11 +90,44 @@ def matmul_seconds(cluster: Cluster, dtype: DType, m: int, n: int, k: int) -> Ra
         key, work = (math.log(n), math.log(k)), math.log(n) + math.log(k)
         seconds = math.exp(_blend(curves, key, work, math.log(m)))
         return Rate(seconds, "modelled", "measured matmul table" + ("" if used == dtype else f" ({used} taken for {dtype})"))
-    size = BYTES_OF[dtype]
-    flops, moved = 2.0 * m * n * k, float(size * (m * k + k * n + m * n))
+    size, out = BYTES_OF[dtype], max(2.0, BYTES_OF[dtype])
+    moved = size * (m * k + k * n) + out * m * n
     peak, source = _peak(cluster, dtype)
-    seconds = max(flops / (peak * MATMUL_EFFICIENCY), copy_seconds(cluster, moved).seconds) + launch_seconds(cluster).seconds
-    return Rate(seconds, "assumed", f"roofline, {MATMUL_EFFICIENCY:.0%} of {source}")
+    share, reached = product_share(cluster, dtype), cluster.reached
+    seconds = max(_tiled(cluster, peak * share, m, n, k), copy_seconds(cluster, moved).seconds) + _kernel_seconds(cluster)
+    how = "roofline of tiles and waves" if cluster.device.kind != "cpu" else "roofline"
+    return Rate(seconds, "assumed", f"{how}, {share:.0%} of {source} ({reached.source})")
+
+
+def product_share(cluster: Cluster, dtype: DType) -> float:
+    """Share of the dtype's peak that an endlessly large product reaches."""
+    reached = cluster.reached
+    return {"fp8": reached.fp8_share, "fp4": reached.fp4_share}.get(dtype, reached.matmul_share)
+
+
+def _tiled(cluster: Cluster, rate: float, m: int, n: int, k: int) -> float:
+    """Seconds of the best way to cut a product into tiles: waves of tiles over the multiprocessors, each tile k deep.
+
+    A wave that is not full costs a part of a whole one. NeuSight (arXiv 2407.13853) prices products likewise.
+    """
+    if cluster.device.kind == "cpu":
+        return 2.0 * m * n * k / rate
+    units, reached = UNITS.get(cluster.device.kind, UNKNOWN_UNITS), cluster.reached
+    best = math.inf
+    for rows, columns, share in TILES:
+        tiles = -(-m // rows) * -(-n // columns)
+        for split in SPLITS:
+            if split > 1 and (tiles * split > units or k < 512 * split):
+                break
+            waves = tiles * split / units
+            waves += reached.wave_loss * (math.ceil(waves) - waves)
+            depth = k / split + reached.matmul_depth * (1 if split == 1 else 2)
+            best = min(best, waves * units * 2.0 * rows * columns * depth / (rate * share))
+    return best
+
+
+def _kernel_seconds(cluster: Cluster) -> float:
+    return launch_seconds(cluster).seconds if cluster.device.kind == "cpu" else cluster.reached.kernel_seconds
 
 
 def attention_seconds(
@@ -107,12 +150,21 @@ def attention_seconds(
         )
     peak, source = _measured_peak(cluster, dtype) or _peak(cluster, dtype)
     flops = factor * 2.0 * batch * heads * seq * seq * head_dim
-    launch = launch_seconds(cluster).seconds
+    launch, reached = _kernel_seconds(cluster), cluster.reached
+    full = 1.0 if cluster.device.kind == "cpu" else seq / (seq + reached.attention_depth) * head_share(head_dim)
     forward, backward = (
-        Rate(launch + work / (peak * share), "assumed", f"roofline, {share:.0%} of {source}")
-        for work, share in zip((flops, 2.5 * flops), ATTENTION_EFFICIENCY, strict=True)
+        Rate(launch + work / (peak * share * full), "assumed", f"roofline, {share:.0%} of {source}")
+        for work, share in ((flops, reached.attention_forward), (2.5 * flops, reached.attention_backward))
     )
     return forward, backward
+
+
+def head_share(head_dim: int) -> float:
+    """Rate of flash attention by head size over that of 128: the softmax weighs more beside short products, and sizes that
+    are no multiple of 64 are padded (FlashAttention-3, arXiv 2407.08608, figure 5).
+    """
+    padded = -(-head_dim // 64) * 64
+    return 1.25 * head_dim / (padded + 32)
 
 
 def collective_seconds(cluster: Cluster, op: CollectiveName, num_bytes: float, ranks: int, *, per_node: int = 0) -> Rate:
@@ -138,9 +190,50 @@ def collective_seconds(cluster: Cluster, op: CollectiveName, num_bytes: float, r
         # A node's rings leave it through all its adapters at once, one for each rank of the group that sits there.
         bandwidth = min(bandwidth, inside * group.network.bandwidth.value)
         latency, name = group.network.latency.value, group.network.name
+    reached = cluster.reached
+    share = reached.network_share if inside < ranks and group.network is not None else reached.link_share
+    if op == "all_to_all" and inside < ranks and group.network is not None:
+        return _exchange(cluster, num_bytes, ranks, inside)
+    found = algorithms(op, num_bytes, ranks, inside, bandwidth * share, latency, in_switch=name in ("nvlink4", "nvlink5"))
+    algorithm = min(found, key=found.__getitem__)
+    source = f"{algorithm} over {name}: messages x latency + traffic / ({share:.0%} of bandwidth)"
+    return Rate(found[algorithm], "assumed", source)
+
+
+def algorithms(
+    op: CollectiveName, num_bytes: float, ranks: int, inside: int, bandwidth: float, latency: float, *, in_switch: bool = False
+) -> dict[str, float]:
+    """Seconds of one collective by each algorithm that NCCL could take (the library's own choice is the least).
+
+    Args:
+        op: which collective.
+        num_bytes: the full buffer.
+        ranks: how many take part.
+        inside: how many of them sit on one node.
+        bandwidth: bytes per second that cross one rank's link.
+        latency: seconds of one message.
+        in_switch: the switch can sum (NVLS), inside one node.
+    """
     traffic = TRAFFIC[op](ranks) * num_bytes
-    seconds = MESSAGES[op](ranks) * latency + traffic / (bandwidth * LINK_EFFICIENCY)
-    return Rate(seconds, "assumed", f"ring over {name}: messages x latency + traffic / ({LINK_EFFICIENCY:.0%} of bandwidth)")
+    found = {"ring": MESSAGES[op](ranks) * latency + traffic / bandwidth}
+    if op == "all_reduce":
+        nodes = max(1, -(-ranks // max(1, inside)))
+        hops = 2 * (inside - 1) + 2 * math.ceil(math.log2(nodes)) if nodes > 1 else 2 * math.ceil(math.log2(ranks))
+        found["tree"] = hops * latency + 2.0 * num_bytes / (bandwidth * TREE_SHARE)
+        if in_switch and inside >= ranks > 2:
+            found["NVLS"] = 2 * latency + traffic / (bandwidth * NVLS_SHARE)
+    return found
+
+
+def _exchange(cluster: Cluster, num_bytes: float, ranks: int, inside: int) -> Rate:
+    """All-to-all over nodes: what leaves the node goes through the rank's own adapter, the rest beside it over the link."""
+    group, reached = cluster.groups[0], cluster.reached
+    assert group.network is not None
+    each = num_bytes / ranks
+    out = (ranks - inside) * each / (group.network.bandwidth.value * reached.network_share)
+    beside = (inside - 1) * each / (group.link.bandwidth.value * reached.link_share)
+    seconds = (ranks - 1) ** 0.5 * group.network.latency.value + max(out, beside)
+    return Rate(seconds, "assumed", f"exchange over {group.network.name}: what leaves the node / bandwidth of one adapter")
 
 
 def copy_seconds(cluster: Cluster, num_bytes: float) -> Rate:
@@ -151,7 +244,8 @@ def copy_seconds(cluster: Cluster, num_bytes: float) -> Rate:
     if figure is not None and figure.source == "measured":
         return Rate(num_bytes / figure.value, "modelled", "measured device copy")
     if figure is not None:
-        return Rate(num_bytes / (figure.value * COPY_EFFICIENCY), "assumed", f"{COPY_EFFICIENCY:.0%} of {figure.source}")
+        share = cluster.reached.memory_share
+        return Rate(num_bytes / (figure.value * share), "assumed", f"{share:.0%} of {figure.source}")
     host = cluster.host.memory_bandwidth
     if cluster.device.kind == "cpu" and host is not None:
         each = host.value / max(1, cluster.groups[0].num_devices)
@@ -166,8 +260,8 @@ def launch_seconds(cluster: Cluster) -> Rate:
     figure = cluster.device.launch_seconds
     if figure is not None:
         return Rate(figure.value, "modelled" if figure.source == "measured" else "assumed", figure.source)
-    value = CPU_LAUNCH_SECONDS if cluster.device.kind == "cpu" else DEVICE_LAUNCH_SECONDS
-    return Rate(value, "assumed", f"assumed {value * 1e6:.0f} us an operator")
+    value, source = cluster.reached.launch_seconds, cluster.reached.source
+    return Rate(value, "assumed", f"{source} {value * 1e6:.0f} us an operator")
 
 
 def _peak(cluster: Cluster, dtype: DType) -> tuple[float, str]:
