@@ -1,9 +1,11 @@
 import math
+import statistics
 
 import pytest
 
 from fullstride.measure.measurement import Interval, Round
-from fullstride.measure.protocol import FULL, Protocol, Settings, Solo, Stop, Visit, is_steady, judge, not_finite, strays
+from fullstride.measure.protocol import FULL, Noise, Protocol, Settings, Solo, Stop, Visit, is_steady, judge, not_finite, strays
+from fullstride.measure.stats import half_width
 
 
 def play(protocol, seconds_of, *, visit_seconds=1.0, now=0.0, void=""):
@@ -167,3 +169,95 @@ def test_a_against_a_is_no_gain_in_at_least_95_of_100(screen):
 def test_three_percent_at_one_percent_noise_is_found():
     verdicts = [play(Protocol(settings=Settings(), deadline=1e9), machine(seed, 1.03))[1].verdict for seed in range(200)]
     assert verdicts.count("better") >= 0.8 * 200, {v: verdicts.count(v) for v in set(verdicts)}
+
+
+"""Two CPU cores: rounds of two steps that vary by 8 % from round to round, one in ten a quarter slower."""
+
+SHORT = {"round_steps": 2, "max_alternations": 5, "promising_alternations": 16}
+
+
+def two_cores(seed, ratio):
+    import random
+
+    generator = random.Random(seed)
+
+    def seconds_of(index, label):
+        level = max(0.5, 1 + generator.gauss(0, 0.08)) * (1.25 if generator.random() < 0.1 else 1.0)
+        level /= 1.0 if label == "baseline" else ratio
+        return tuple(level * (1 + generator.gauss(0, 0.03)) for _ in range(2))
+
+    return seconds_of
+
+
+def noise_run(seconds_of, *, deadline=18.0, void=lambda index: ""):
+    """An A/A run whose rounds take a second of the driver's clock each; where it built anew."""
+    state, now, builds = Noise(settings=Settings(round_steps=2), deadline=deadline), 0.0, []
+    while isinstance(action := state.next(now), Visit):
+        builds += [len(state.rounds)] if state.wants_a_new_build else []
+        times, now = seconds_of(action.index, "baseline"), now + 1
+        state = state.after(Round(index=action.index, label="baseline", step_seconds=times, void=void(action.index)), 1.0)
+    return state, action, builds
+
+
+def test_the_noise_of_a_quiet_machine_is_known_after_six_rounds():
+    state, stop, builds = noise_run(steps(1.0, 0.001))
+    assert len(state.rounds) == 6
+    assert half_width(state.ratio) < 0.02
+    assert builds == [3], "over two builds"
+    assert "half-width" in stop.reason
+    late, stop, _ = noise_run(steps(1.0, 0.5), deadline=0.0)
+    assert len(late.rounds) == 6, "fewer say nothing"
+    assert "time ended" in stop.reason
+
+
+def test_the_noise_of_a_restless_machine_takes_its_share_of_time_and_gets_narrower():
+    widths = []
+    for seed in range(20):
+        state, stop, builds = noise_run(two_cores(seed, 1.0))
+        assert len(state.rounds) == 18
+        assert [r.label for r in state.sides] == ["a", "b"] * 9
+        assert builds == [3, 6, 12]
+        assert "time ended" in stop.reason
+        short = noise_run(two_cores(seed, 1.0), deadline=0.0)[0]
+        widths.append((half_width(state.ratio), half_width(short.ratio)))
+    assert statistics.median(long for long, _ in widths) < 0.6 * statistics.median(short for _, short in widths)
+
+
+def test_void_rounds_of_the_noise_run_are_repeated_and_then_given_up():
+    state, stop, _ = noise_run(steps(1.0, 0.001), void=lambda index: "recompiled" if index == 2 else "")
+    assert len(state.rounds) == 7
+    assert [r.label for r in state.sides] == ["a", "b"] * 3
+    assert stop.verdict == "undetermined"
+    state, stop, _ = noise_run(steps(1.0, 0.001), void=lambda index: "recompiled")
+    assert stop.verdict == "void"
+    assert "recompiled" in stop.reason
+
+
+def test_only_what_is_promising_is_played_longer():
+    settings = Settings(screen=False, max_alternations=4, promising_alternations=9, threshold=0.02)
+    wild = [0.3, -0.3, -0.3, 0.3] * 6
+    for ratio, alternations in ((1.05, 9), (1.0, 4)):
+        state, stop, _ = play(
+            Protocol(settings=settings, deadline=1e9),
+            lambda index, label, r=ratio: ((1 + wild[index]) / (1 if label == "baseline" else r),) * 2,
+        )
+        assert stop.verdict == "undetermined"
+        assert (state.alternations, state.ratio.value > 1.02) == (alternations, alternations == 9)
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [(1.5, 90, 100), (1.0, 0, 5)])
+def test_two_cores_find_a_large_gain_and_none_where_there_is_none(ratio, least, most):
+    found = 0
+    for seed in range(400):
+        noise = half_width(noise_run(two_cores(seed + 10_000, 1.0))[0].ratio)
+        settings = Settings(threshold=max(0.005, noise), **SHORT)
+        found += play(Protocol(settings=settings, deadline=1e9), two_cores(seed, ratio))[1].verdict == "better"
+    assert least <= found / 4 <= most
+
+
+@pytest.mark.parametrize("make", [machine, two_cores])
+def test_going_on_with_what_is_promising_makes_no_gain_of_nothing(make):
+    """Without the machine's noise in the threshold, which is on the side of caution."""
+    settings = Settings(max_alternations=8, promising_alternations=24)
+    calls = sum(play(Protocol(settings=settings, deadline=1e9), make(seed, 1.0))[1].verdict == "better" for seed in range(400))
+    assert calls <= 0.05 * 400, f"{calls} of 400 A/A runs called a gain"

@@ -118,3 +118,31 @@ def test_unions_and_cuts_agree_with_sets_of_points(first, second):
     assert points(without(a, b)) == points(first) - points(second)
     assert length(without(a, b)) == len(points(first) - points(second))
     assert points(clipped(first, (10, 20))) == points(first) & set(range(10, 20))
+
+
+def test_stalls_do_not_widen_the_interval_without_end():
+    generator = random.Random(11)
+    quiet = [generator.gauss(1, 0.01) / (1.05 if i % 2 else 1) for i in range(12)]
+    for place in (4, 5):
+        stalled = [t * (3 if i == place else 1) for i, t in enumerate(quiet)]
+        interval = ratio_interval(alternating(stalled), "baseline")
+        assert interval.low < 1.05 < interval.high
+        assert half_width(interval) < 2 * half_width(ratio_interval(alternating(quiet), "baseline"))
+        fewer = [t * (3 if i == place else 1) for i, t in enumerate(quiet[:10])]
+        assert half_width(ratio_interval(alternating(fewer), "baseline")) > 0.5, "of five alternations nothing is dropped"
+    fast = [t * (0.3 if i == 4 else 1) for i, t in enumerate(quiet)]
+    assert half_width(ratio_interval(alternating(fast), "baseline")) < 0.05, "fast ones are dropped just so"
+
+
+@pytest.mark.parametrize("stalls", [0.0, 0.06])
+def test_with_outliers_dropped_the_interval_covers_as_often_as_it_says(stalls):
+    generator = random.Random(7)
+    truth, covered = 1.05, 0
+    for _ in range(1000):
+        times = [
+            max(0.5, generator.gauss(1, 0.05)) * (2 if generator.random() < stalls else 1) / (truth if i % 2 else 1)
+            for i in range(16)
+        ]
+        interval = ratio_interval(alternating(times), "baseline", 0.99)
+        covered += interval.low <= truth <= interval.high
+    assert covered >= 980

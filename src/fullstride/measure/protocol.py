@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from fullstride.files import Value
 from fullstride.measure.measurement import Form, Interval, Round, Verdict
 from fullstride.measure.stats import half_width, interval_of_mean, ratio_interval, trimmed_mean
@@ -36,6 +38,8 @@ class Settings(Value, frozen=True, kw_only=True):
     """Timed steps of a round."""
     min_alternations: int = 3
     max_alternations: int = 8
+    promising_alternations: int = 0
+    """At most, where the ratio so far is above 1 + threshold; fewer than `max_alternations` say the same as that."""
     confidence: float = 0.99
     threshold: float = 0.005
     """What the lower end of the ratio's interval must exceed, above 1, for a gain to be called."""
@@ -136,7 +140,9 @@ class Protocol(Value, frozen=True, kw_only=True):
         if self.alternations < settings.min_alternations:
             return None
         verdict, reason = judge(self.ratio, self.alternations, settings.threshold, settings.min_alternations)
-        if verdict == "undetermined" and self.alternations < settings.max_alternations:
+        promising = self.ratio.value > 1 + settings.threshold
+        most = max(settings.max_alternations, settings.promising_alternations if promising else 0)
+        if verdict == "undetermined" and self.alternations < most:
             return None
         return Stop(verdict=verdict, reason=reason)
 
@@ -192,6 +198,61 @@ class Solo(Value, frozen=True, kw_only=True):
             min_rounds=self.min_rounds,
             max_rounds=self.max_rounds,
         )
+
+
+class Noise(Value, frozen=True, kw_only=True):
+    """A plan against itself: rounds until what the machine does by itself is known narrowly, or the time is spent."""
+
+    settings: Settings
+    label: str = "baseline"
+    deadline: float
+    """On the driver's clock, in seconds; `min_rounds` are run even past it."""
+    rounds: tuple[Round, ...] = ()
+    last_seconds: float = 0.0
+    """Wall time of the newest visit."""
+    min_rounds: int = 6
+    narrow: float = 0.02
+    """Half-width at which enough is known."""
+
+    @property
+    def sides(self) -> tuple[Round, ...]:
+        """The rounds that count, called `a` and `b` in turn."""
+        counted = [r for r in self.rounds if not r.void]
+        return tuple(Round(index=r.index, label="ab"[i % 2], step_seconds=r.step_seconds) for i, r in enumerate(counted))
+
+    @property
+    def ratio(self) -> Interval:
+        """Time of `a` over time of `b`: the same plan, so all that differs from 1 is noise."""
+        return ratio_interval(self.sides, "a", self.settings.confidence)
+
+    @property
+    def wants_a_new_build(self) -> bool:
+        """Whether to build anew before the next round: levels differ between builds, so several must be seen."""
+        number = len(self.sides)
+        return number in (self.min_rounds // 2 * 2**k for k in range(8))
+
+    def next(self, now: float) -> Visit | Stop:
+        """What to do at time `now`; the verdict is `undetermined`: nothing is compared."""
+        voids, number = [r for r in self.rounds if r.void], len(self.sides)
+        if len(voids) > MOST_VOID:
+            return Stop(verdict="void", reason=f"{len(voids)} rounds are void: {voids[-1].void}")
+        if number >= self.min_rounds:
+            width = half_width(self.ratio)
+            if width <= self.narrow:
+                return Stop(verdict="undetermined", reason=f"the half-width is {width:.2%} after {number} rounds")
+            if now + self.last_seconds > self.deadline:
+                return Stop(verdict="undetermined", reason=f"the time ended after {number} rounds at {width:.2%}")
+        return Visit(
+            index=len(self.rounds),
+            label=self.label,
+            warmup_steps=self.settings.warmup_steps,
+            max_warmup_steps=self.settings.max_warmup_steps,
+            round_steps=self.settings.round_steps,
+        )
+
+    def after(self, done: Round, seconds: float) -> Noise:
+        """The state after a round that took `seconds` of wall time, builds included."""
+        return msgspec.structs.replace(self, rounds=(*self.rounds, done), last_seconds=seconds)
 
 
 def judge(ratio: Interval, alternations: int, threshold: float, min_alternations: int = 3) -> tuple[Verdict, str]:

@@ -20,6 +20,13 @@ WIDEST = math.log(1000.0)
 """An interval of a ratio never claims to be wider than a factor of 1,000 either way: that is already "unknown"."""
 TRIM = 0.1
 """Share of a round's steps that is dropped at each end: the extremes."""
+OUTLIER = 4.0
+"""Rounds that lie this many robust standard deviations off, either way, are dropped from a ratio."""
+_ROUNDS_FOR_EACH = 12
+"""Of so many rounds one pair may be dropped: from six alternations on."""
+_MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation of a normal law."""
+_REFITS = 4
 
 
 def trimmed_mean(values: Sequence[float], trim: float = TRIM) -> float:
@@ -88,7 +95,9 @@ def ratio_interval(rounds: Sequence[Round], base: str, confidence: float = 0.99)
     Least squares on the logarithm of each round's time with a level, a linear trend along the alternation and the effect
     of the label: neighbours are compared, and a machine that warms up or slows down steadily favours neither. Void rounds
     are left out. With n rounds there are n - 3 degrees of freedom; three rounds (A-B-A) fall back on the two neighbouring
-    pairs and one degree, fewer say nothing (`WIDEST`).
+    pairs and one degree, fewer say nothing (`WIDEST`). From six alternations on the rounds that lie more than `OUTLIER`
+    robust deviations off are dropped, slow and fast ones alike and at most two of twelve: a machine that stalls now and
+    then does not widen the interval without end, and the interval covers as often as it says.
 
     Args:
         rounds: in any order; `index` is the position in time.
@@ -110,22 +119,56 @@ def _effect(times: list[float], other: list[float], places: list[float], confide
     if len(times) < 3:
         means = [statistics.fmean(t for t, o in zip(times, other, strict=True) if o == side) for side in (1.0, 0.0)]
         return means[0] - means[1], WIDEST
-    label, time = _detrended(other, places), _detrended(times, places)
-    weight = math.fsum(v * v for v in label)
-    effect = math.fsum(a * b for a, b in zip(label, time, strict=True)) / weight
-    left = math.fsum((t - effect * v) ** 2 for t, v in zip(time, label, strict=True))
-    freedom = len(times) - 3
+    kept = list(range(len(times)))
+    effect, weight, residuals = _fit(times, other, places, kept)
+    for _ in range(_REFITS):
+        within = _without_outliers(residuals, int(min(sum(other), len(other) - sum(other))))
+        if within == kept:
+            break
+        kept = within
+        effect, weight, residuals = _fit(times, other, places, kept)
+    freedom = len(kept) - 3
     if freedom:
+        left = math.fsum(residuals[i] ** 2 for i in kept)
         return effect, student_quantile(confidence, freedom) * math.sqrt(left / freedom / weight)
     spread = abs(times[0] - times[2]) / 2
     return effect, student_quantile(confidence, 1) * spread
 
 
-def _detrended(values: Sequence[float], places: Sequence[float]) -> list[float]:
-    """What is left of the values after their best straight line over the places."""
+def _fit(times: list[float], other: list[float], places: list[float], kept: list[int]) -> tuple[float, float, list[float]]:
+    """Least squares on the rounds that are kept: the label's effect, its weight, and what is left of every round."""
+    x = [places[i] for i in kept]
+    label, time = _detrended([other[i] for i in kept], x), _detrended([times[i] for i in kept], x)
+    weight = math.fsum(v * v for v in label)
+    effect = math.fsum(a * b for a, b in zip(label, time, strict=True)) / weight
+    without_label = [t - effect * o for t, o in zip(times, other, strict=True)]
+    level, slope = _line([without_label[i] for i in kept], x)
+    return effect, weight, [t - level - slope * place for t, place in zip(without_label, places, strict=True)]
+
+
+def _without_outliers(residuals: list[float], alternations: int) -> list[int]:
+    """Places of the rounds that are no outliers; all of them where there are too few alternations to tell."""
+    everything = range(len(residuals))
+    most = 2 * (2 * alternations // _ROUNDS_FOR_EACH)
+    if not most:
+        return list(everything)
+    limit = OUTLIER * _MAD_TO_DEVIATION * statistics.median(abs(r) for r in residuals)
+    farthest = sorted(everything, key=lambda i: -abs(residuals[i]))[:most]
+    dropped = {i for i in farthest if abs(residuals[i]) > limit}
+    return [i for i in everything if i not in dropped]
+
+
+def _line(values: Sequence[float], places: Sequence[float]) -> tuple[float, float]:
+    """The best straight line over the places: its value at zero, and its slope."""
     x, y = statistics.fmean(places), statistics.fmean(values)
     slope = math.fsum((p - x) * (v - y) for p, v in zip(places, values, strict=True)) / math.fsum((p - x) ** 2 for p in places)
-    return [v - y - slope * (p - x) for p, v in zip(places, values, strict=True)]
+    return y - slope * x, slope
+
+
+def _detrended(values: Sequence[float], places: Sequence[float]) -> list[float]:
+    """What is left of the values after their best straight line over the places."""
+    level, slope = _line(values, places)
+    return [v - level - slope * p for p, v in zip(places, values, strict=True)]
 
 
 def unpaired_ratio(base: Sequence[float], other: Sequence[float], confidence: float = 0.99) -> Interval:

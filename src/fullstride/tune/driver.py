@@ -197,13 +197,16 @@ class Driver:
 
     def _warm_up(self, record: Record, visit: Visit) -> Failure | None:
         times: list[float] = []
+        fixed = visit.warmup_steps == visit.max_warmup_steps
+        # What a plan's step takes when it is warm is known after its first visit: then one step can show that it is.
+        first = 1 if record.known_seconds and not fixed else visit.warmup_steps
         while len(times) < visit.max_warmup_steps:
-            steps = min(visit.warmup_steps if not times else 2, visit.max_warmup_steps - len(times))
+            steps = min(2 if times else first, visit.max_warmup_steps - len(times))
             outcome = self._run(record, steps)
             if isinstance(outcome, Failure):
                 return outcome
             times += outcome[0]
-            if visit.warmup_steps < visit.max_warmup_steps and is_steady(times, record.known_seconds):
+            if not fixed and is_steady(times, record.known_seconds):
                 break
         record.warmup_steps = max(record.warmup_steps, len(times))
         return None
@@ -291,20 +294,22 @@ def compare(
     *,
     reference: Measurement | None = None,
     profile_after: Container[Verdict] = ("better", "worse", "no difference", "undetermined"),
+    earlier: Sequence[Round] = (),
 ) -> Comparison | Failure:
     """Alternate two plans until the protocol has a verdict.
 
     Args:
         driver: runs the rounds.
-        base: what `other` is compared with; its earlier rounds do not count.
+        base: what `other` is compared with; its rounds of other comparisons do not count.
         other: the candidate.
         settings: how thoroughly.
         deadline: on the driver's clock.
         reference: whose first losses and gradient norms count; the base's own by default.
         profile_after: verdicts after which the step of both is attributed, where that was not done before.
+        earlier: rounds of the same two plans, under these names, that this comparison goes on from.
     """
-    base.rounds, other.rounds = [], []
-    state = Protocol(settings=settings, base=base.name, other=other.name, deadline=deadline)
+    base.rounds, other.rounds = ([r for r in earlier if r.label == record.name] for record in (base, other))
+    state = Protocol(settings=settings, base=base.name, other=other.name, deadline=deadline, rounds=tuple(earlier))
     verdict: Verdict | None = None
     reasons: list[str] = []
     while isinstance(action := state.next(driver.clock()), Visit):

@@ -1,6 +1,6 @@
 """The closed loop: measure, pull the lever with the largest predicted gain, measure again, keep it or put it back.
 
-    baseline (made smaller until it fits) -> A/A noise -> rungs -> last measurement against the baseline -> ladder
+    baseline (made smaller until it fits) -> A/A noise -> rungs -> undecided rungs again -> last measurement -> ladder
 
 The ladder is written after every trial, so an interrupted run is resumed from it. A rung is kept only if the lower end of
 the 99 % interval of the time ratio is above 1 + max(0.5 %, the A/A half-width) over three alternations or more, no health
@@ -22,18 +22,19 @@ from fullstride.files import write_json
 from fullstride.measure.compare import THRESHOLD, compare_rounds, noise_of
 from fullstride.measure.health import worsened
 from fullstride.measure.measurement import Comparison, Round
-from fullstride.measure.protocol import Visit
+from fullstride.measure.protocol import Noise, Stop, Visit
 from fullstride.measure.stats import Clock
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
 from fullstride.plan.price import price
 from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
+from fullstride.tune.again import on_top_of, record_of, rounds_of, unfinished
 from fullstride.tune.choose import WORTH, Choice, Passed, Situation, memory_use, weigh
 from fullstride.tune.driver import Driver, Record, Session, compare
 from fullstride.tune.learned import Pricer, learn, predict
-from fullstride.tune.levers import LEVERS, Lever
-from fullstride.tune.pace import Pace
+from fullstride.tune.levers import LEVERS, Lever, Move
+from fullstride.tune.pace import MOST_EVER, Pace
 from fullstride.tune.progress import OnProgress, TunePhase, TuneProgress
 from fullstride.tune.smaller import smaller
 from fullstride.tune.trial import Ladder, Outcome, Trial
@@ -119,6 +120,8 @@ class _Loop:
         self.pricer, self.clock, self.on_progress = pricer, clock, on_progress
         self.driver = Driver(session, run_dir, cluster, spec=spec, clock=clock, watch=self._watch)
         self._now: tuple[TunePhase, Choice | None] = (_BASELINE, None)
+        self._again: Trial | None = None
+        """The trial that is taken up again, while it is."""
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,9 @@ class _Loop:
 
     @property
     def end_of_trials(self) -> float:
-        return self.start + self.ladder.budget_seconds - self.pace.reserve_seconds
+        """The last measurement must find what the trials found: it needs about as many alternations as the clearest did."""
+        needed = min((t.comparison.alternations for t in self._kept() if t.comparison), default=0)
+        return self.start + self.ladder.budget_seconds - self.pace.seconds_of(needed)
 
     # -- the ladder -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +174,9 @@ class _Loop:
         )
         self.write(trials=(*self.ladder.trials, trial), best_plan=self.best.plan)
         self._tell(ended=trial)
+
+    def _kept(self) -> list[Trial]:
+        return [trial for trial in self.ladder.trials if trial.outcome == "kept"]
 
     # -- baseline -------------------------------------------------------------------------------------------------------
 
@@ -218,25 +226,35 @@ class _Loop:
         return True
 
     def _measure_noise(self) -> bool:
-        """A/A: the baseline against itself, over two builds."""
+        """A/A: the baseline against itself, over two builds or more."""
         self._now = ("noise", None)
-        sides: list[Round] = []
-        number = self.pace.noise_rounds
-        for index in range(number):
-            if index == number // 2:
+        state = Noise(
+            settings=self.pace.noise_settings(), label=self.base.name, deadline=self.clock() + self.pace.noise_seconds
+        )
+        why = ""
+        while not why and isinstance(action := state.next(self.clock()), Visit):
+            began = self.clock()
+            if state.wants_a_new_build:
                 self.driver.release()
-            visit = Visit(
-                index=index, label=self.base.name, warmup_steps=2, max_warmup_steps=8, round_steps=self.pace.round_steps
-            )
-            done = self.driver.visit(self.base, visit)
-            if isinstance(done, Failure) or done.void:
-                why = done.message if isinstance(done, Failure) else done.void
-                self.write(stopped=f"the baseline cannot be measured: {why}")
-                return False
-            sides.append(msgspec.structs.replace(done, label=("a", "b")[index % 2]))
+            done = self.driver.visit(self.base, action)
+            if isinstance(done, Failure):
+                why = done.message
+            else:
+                state = state.after(done, self.clock() - began)
+        if not why and isinstance(action, Stop) and action.verdict == "void":
+            why = action.reason
+        if why:
+            self.write(stopped=f"the baseline cannot be measured: {why}")
+            return False
+        self._write_baseline(state)
+        return True
+
+    def _write_baseline(self, state: Noise) -> None:
         failure = self.driver.profile(self.base)
         measured = self.driver.measurement(self.base)
-        pair = [msgspec.structs.replace(measured, rounds=tuple(r for r in sides if r.label == side)) for side in ("a", "b")]
+        pair = [
+            msgspec.structs.replace(measured, rounds=tuple(r for r in state.sides if r.label == side)) for side in ("a", "b")
+        ]
         estimate = predict(self.base.plan, self.spec, self.cluster, learn(self.ladder), self.pricer)
         self.write(
             baseline=measured,
@@ -244,7 +262,6 @@ class _Loop:
             noise=noise_of(compare_rounds(pair[0], pair[1])),
             stopped=f"profiling the baseline failed: {failure.message}" if failure else "",
         )
-        return True
 
     # -- rungs ----------------------------------------------------------------------------------------------------------
 
@@ -258,38 +275,45 @@ class _Loop:
             choices, passed = self._weigh()
             stop = self._stop_reason(choices)
             affordable = [] if stop else [choice for choice in choices if self._affords(choice)]
-            if not affordable:
-                stop = stop or "the time is spent"
+            if affordable:
+                self._try(affordable[0])
+            elif not self._take_up_again():
                 break
-            self._try(affordable[0])
+        stop = stop or "the time is spent"
+        if undecided := len(unfinished(self.ladder, self.threshold)):
+            stop += f"; {undecided} promising trial{'s' if undecided > 1 else ''} could not be decided in the time"
         self._give_verdicts(choices, passed, stop)
 
     def _weigh(self) -> tuple[list[Choice], list[Passed]]:
+        spoilt = {lever.name for lever in self.levers if self._tries(lever.name) >= MAX_TRIES}
+        return weigh(self._situation(), [lever for lever in self.levers if lever.name not in spoilt], self.pricer)
+
+    def _situation(self) -> Situation:
         learned = learn(self.ladder)
         measured, estimate = self.ladder.baseline, self.ladder.baseline_estimate
-        for trial in self.ladder.trials:
-            if trial.outcome == "kept" and trial.comparison:
+        for trial in self._kept():
+            if trial.comparison:
                 measured, estimate = trial.comparison.other, trial.estimate
-        situation = Situation(
+        return Situation(
             plan=self.best.plan,
             spec=self.spec,
             cluster=self.cluster,
             learned=learned,
             use=memory_use(measured, estimate) if measured else None,
         )
-        spoilt = {lever.name for lever in self.levers if self._tries(lever.name) >= MAX_TRIES}
-        return weigh(situation, [lever for lever in self.levers if lever.name not in spoilt], self.pricer)
 
     def _tries(self, lever: str) -> int:
         return sum(t.lever == lever and t.outcome in ("failed", "undone") for t in self.ladder.trials)
 
     def _stop_reason(self, choices: list[Choice]) -> str:
-        rungs = sum(t.lever != _BASELINE for t in self.ladder.trials)
         if not choices:
             return f"no lever is predicted to bring {WORTH - 1:.0%}"
-        if rungs >= self.max_rungs:
-            return f"{rungs} trials are done"
+        if self._rungs() >= self.max_rungs:
+            return f"{self._rungs()} trials are done"
         return ""
+
+    def _rungs(self) -> int:
+        return sum(t.lever != _BASELINE for t in self.ladder.trials)
 
     def _affords(self, choice: Choice) -> bool:
         compiled = choice.move.plan.compile.mode != "off"
@@ -300,7 +324,8 @@ class _Loop:
         self._now = ("trial", choice)
         self._tell()
         candidate = Record(name=_name(index), plan=choice.move.plan)
-        result = self._compare(self.best, candidate, self.end_of_trials, screen=True)
+        most = self._most_alternations(0, self.pace.promising_alternations)
+        result = self._compare(self.best, candidate, self.end_of_trials, screen=True, most=most)
         if candidate.plan.compile.mode != "off" and candidate.first_seconds:
             self.pace = msgspec.structs.replace(self.pace, compile_seconds=candidate.first_seconds)
         outcome, reason = self._verdict(result)
@@ -308,10 +333,67 @@ class _Loop:
             self.best = candidate
         self.record(choice, outcome, reason, began, result)
 
-    def _compare(self, base: Record, other: Record, deadline: float, *, screen: bool) -> Comparison | Failure:
-        settings = self.pace.settings(self.threshold, screen=screen)
+    def _most_alternations(self, done: int, most: int) -> int:
+        """Of a promising trial, `done` ones included: while nothing is kept, the last measurement needs as many again."""
+        if self._kept():
+            return most
+        return min(most, done + (self.pace.alternations_in(self.left) - done) // 2)
+
+    def _take_up_again(self) -> bool:
+        """Go on with the best trial that is undecided; False if there is none, or no time for it."""
+        for trial in unfinished(self.ladder, self.threshold):
+            assert trial.comparison is not None
+            if trial.comparison.base.plan_hash == self.best.plan.plan_hash:
+                most = self._most_alternations(trial.comparison.alternations, MOST_EVER)
+                in_time = self.clock() + 2 * self.pace.visit_seconds <= self.end_of_trials
+                if in_time and trial.comparison.alternations < most:
+                    self._go_on(trial, trial.comparison, most)
+                    return True
+            elif self._rungs() < self.max_rungs:
+                choice = on_top_of(self._situation(), trial, self.levers, self.pricer)
+                if choice and self._affords(choice):
+                    self._try(choice)
+                    return True
+        return False
+
+    def _go_on(self, trial: Trial, before: Comparison, most: int) -> None:
+        """More rounds for a trial, with those it has; its entry in the ladder is replaced.
+
+        The order of what is kept stays that in which it was kept: while the best plan was the same, nothing else was kept.
+        """
+        began = self.clock()
+        if trial.estimate is not None:
+            move = Move(plan=trial.plan, words=trial.change)
+            choice = Choice(lever=trial.lever, move=move, ratio=trial.predicted_ratio, estimate=trial.estimate)
+            self._now = ("trial", choice)
+        self._again = trial
+        self._tell()
+        candidate = record_of(_name(trial.index), trial.plan, before.other)
+        earlier = rounds_of((self.best.name, before.base), (candidate.name, before.other))
+        result = self._compare(self.best, candidate, self.end_of_trials, screen=False, most=most, earlier=earlier)
+        outcome, reason = self._verdict(result)
+        if outcome == "kept":
+            self.best = candidate
+        changed = msgspec.structs.replace(
+            trial,
+            outcome=outcome,
+            reason=f"{reason}; taken up again after {before.alternations} alternations",
+            comparison=result if isinstance(result, Comparison) else before,
+            failure=result if isinstance(result, Failure) else None,
+            seconds=trial.seconds + self.clock() - began,
+        )
+        self._again = None
+        self.write(trials=tuple(changed if t is trial else t for t in self.ladder.trials), best_plan=self.best.plan)
+        self._tell(ended=changed)
+
+    def _compare(
+        self, base: Record, other: Record, deadline: float, *, screen: bool, most: int, earlier: Sequence[Round] = ()
+    ) -> Comparison | Failure:
+        settings = self.pace.settings(self.threshold, screen=screen, promising_alternations=most)
         reference = self.ladder.baseline
-        return compare(self.driver, base, other, settings, deadline, reference=reference, profile_after=("better",))
+        return compare(
+            self.driver, base, other, settings, deadline, reference=reference, profile_after=("better",), earlier=earlier
+        )
 
     def _verdict(self, result: Comparison | Failure) -> tuple[Outcome, str]:
         if isinstance(result, Failure):
@@ -356,7 +438,7 @@ class _Loop:
             if self.clock() + 2 * 3 * self.pace.visit_seconds > end:
                 self._fall_back("no time was left to measure it against the baseline again", to_baseline=True)
                 return
-            result = self._compare(self.base, self.best, end, screen=False)
+            result = self._compare(self.base, self.best, end, screen=False, most=MOST_EVER)
             if isinstance(result, Comparison):
                 self.write(final=result)
                 if result.verdict == "better":
@@ -366,7 +448,7 @@ class _Loop:
 
     def _fall_back(self, reason: str, *, to_baseline: bool) -> None:
         """Undo the topmost rung that is kept, or all of them."""
-        trials, kept = list(self.ladder.trials), [t for t in self.ladder.trials if t.outcome == "kept"]
+        trials, kept = list(self.ladder.trials), self._kept()
         for trial in kept if to_baseline else kept[-1:]:
             place = next(i for i, t in enumerate(trials) if t.index == trial.index)
             trials[place] = msgspec.structs.replace(trial, outcome="undone", reason=f"{trial.reason}; {reason}")
@@ -393,10 +475,11 @@ class _Loop:
         if self.on_progress is None:
             return
         phase, choice = self._now
+        running = ended or self._again
         self.on_progress(
             TuneProgress(
                 phase=phase,
-                index=len(self.ladder.trials) - (1 if ended else 0),
+                index=running.index if running else len(self.ladder.trials),
                 lever=choice.lever if choice else "",
                 change=choice.move.words if choice else "",
                 predicted_ratio=choice.ratio if choice else None,

@@ -7,13 +7,20 @@ from fullstride.measure.protocol import Settings
 
 _SHARE = 1 / 8
 """Of the budget, for one trial."""
-_VISITS = 6
-"""Three alternations."""
+_ALTERNATIONS = 3
+"""The fewest that allow a claim."""
 _LONGEST = 1.5
 """A trial that is undecided may take this many shares, first builds aside."""
-_NOISE_SHARE = 1 / 6
-_WARM = 3
-"""Steps of a visit that are not timed, for planning."""
+_LONGEST_PROMISING = 2.5
+"""The same, where its ratio so far would be a gain."""
+_MOST_ALTERNATIONS, _MOST_PROMISING = 8, 16
+MOST_EVER = 24
+"""Alternations of a trial that is taken up again, earlier ones included, and of the last measurement."""
+_NOISE_SHARE = 1 / 5
+_NOISE_ROUNDS = 16
+"""The share of the A/A run holds about as many, where a trial's rounds are not shorter anyway."""
+_WARM = 2
+"""Steps of a visit that are not timed, for planning: one to warm up, one at the head of the order."""
 _FEWEST, _MOST = 2, 200
 _MARGIN = 1.15
 _COMPILE_SECONDS = 45.0
@@ -43,7 +50,7 @@ class Pace(Value, frozen=True, kw_only=True):
 
         A round that is short beside its build costs nearly what a longer one costs, and says less.
         """
-        free = self.trial_seconds / _VISITS - self.build_seconds - _WARM * self.step_seconds
+        free = self.trial_seconds / (2 * _ALTERNATIONS) - self.build_seconds - _WARM * self.step_seconds
         wanted = max(free, self.build_seconds / 2) / self.step_seconds
         return int(min(_MOST, max(_FEWEST, wanted)))
 
@@ -54,20 +61,38 @@ class Pace(Value, frozen=True, kw_only=True):
 
     @property
     def max_alternations(self) -> int:
-        """Most alternations of a trial."""
-        return int(min(8, max(3, _LONGEST * self.trial_seconds / (2 * self.visit_seconds))))
+        """Most alternations of a trial that shows no gain yet."""
+        return int(min(_MOST_ALTERNATIONS, max(_ALTERNATIONS, _LONGEST * self.trial_seconds / (2 * self.visit_seconds))))
 
     @property
-    def noise_rounds(self) -> int:
-        """Rounds of the A/A run, 6 or 8: with fewer the interval says nothing about the machine."""
-        each = (1 + self.round_steps) * self.step_seconds
-        affordable = (self.budget_seconds * _NOISE_SHARE - self.build_seconds) / each
-        return 8 if affordable >= 8 else 6
+    def promising_alternations(self) -> int:
+        """Most alternations of a trial whose ratio so far would be a gain, if it were certain."""
+        affordable = int(_LONGEST_PROMISING * self.trial_seconds / (2 * self.visit_seconds))
+        return min(_MOST_PROMISING, max(self.max_alternations, affordable))
+
+    @property
+    def noise_seconds(self) -> float:
+        """The share of the A/A run."""
+        return self.budget_seconds * _NOISE_SHARE
+
+    @property
+    def noise_steps(self) -> int:
+        """Timed steps of a round of the A/A run: those of a trial's rounds, fewer where few rounds would fit."""
+        affordable = self.noise_seconds / _NOISE_ROUNDS / self.step_seconds - 1
+        return int(min(self.round_steps, max(_FEWEST, affordable)))
 
     @property
     def reserve_seconds(self) -> float:
-        """Kept back for the last measurement of the best plan against the baseline."""
-        return _VISITS * self.visit_seconds * _MARGIN
+        """Kept back for the last measurement of the best plan against the baseline, at the least."""
+        return self.seconds_of(_ALTERNATIONS)
+
+    def seconds_of(self, alternations: int) -> float:
+        """What so many alternations take, with a margin."""
+        return 2 * max(_ALTERNATIONS, alternations) * self.visit_seconds * _MARGIN
+
+    def alternations_in(self, seconds: float) -> int:
+        """How many alternations fit into so many seconds."""
+        return max(0, int(seconds / (2 * self.visit_seconds * _MARGIN)))
 
     def screen_seconds(self, *, compiled: bool) -> float:
         """The least that a trial takes."""
@@ -77,8 +102,16 @@ class Pace(Value, frozen=True, kw_only=True):
         """An order of so many steps that takes longer hangs."""
         return max(_PATIENCE_SECONDS, self.trial_seconds) + _PATIENCE * steps * self.step_seconds
 
-    def settings(self, threshold: float, *, screen: bool) -> Settings:
+    def settings(self, threshold: float, *, screen: bool, promising_alternations: int) -> Settings:
         """Of a comparison."""
         return Settings(
-            round_steps=self.round_steps, max_alternations=self.max_alternations, threshold=threshold, screen=screen
+            round_steps=self.round_steps,
+            max_alternations=self.max_alternations,
+            promising_alternations=promising_alternations,
+            threshold=threshold,
+            screen=screen,
         )
+
+    def noise_settings(self) -> Settings:
+        """Of the A/A run."""
+        return Settings(max_warmup_steps=8, round_steps=self.noise_steps)
