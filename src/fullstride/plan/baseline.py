@@ -12,8 +12,8 @@ from fullstride.plan.estimate import Estimate
 from fullstride.plan.plan import Batch, ModelRef, Plan, Recipe, Recompute, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import require
-from fullstride.plan.search import does_not_fit
 from fullstride.plan.space import micro_batches, work_plan
+from fullstride.plan.verdict import does_not_fit
 
 
 def baseline_plan(

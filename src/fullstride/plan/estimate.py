@@ -19,9 +19,13 @@ RowKind: TypeAlias = Literal[
     "buckets",
     "communication",
     "temporary",
+    "workspace",
     "context",
     "fragmentation",
+    "host",
+    "disk",
 ]
+"""`workspace`: what matrix libraries keep for themselves inside torch's allocator; `host` and `disk` are not device memory."""
 TermKind: TypeAlias = Literal[
     "compute", "attention", "memory_bound", "recompute", "loss", "comm", "optimizer", "host", "data", "bubble"
 ]
@@ -29,7 +33,8 @@ MomentName: TypeAlias = Literal[
     "load", "first_step", "forward_end", "loss", "backward", "backward_end", "optimizer", "checkpoint"
 ]
 """`forward_end`: logits and all activations stand; `loss`: the softmax's own backward; `backward`: the last block's, all
-activations still there; `backward_end`: the first block's, all gradients there."""
+activations still there; `backward_end`: the first block's, all gradients there; `first_step`:
+the fullest moment of a step before optimizer states that are made late exist; `checkpoint`: between steps."""
 
 
 class Row(Value, frozen=True, kw_only=True):
@@ -79,6 +84,14 @@ class Estimate(FileValue, frozen=True, kw_only=True, tag="estimate"):
     """With context, communication buffers and fragmentation: what the device must have."""
     capacity_bytes: int
     """What the device has."""
+    peak_reserved_bytes: int = 0
+    """Largest moment with fragmentation: what torch's allocator has taken from the device; 0: not priced."""
+    out_of_memory_probability: float | None = None
+    """Chance that the device is too small, from this project's own measured errors (`plan.ledger.totals`); None: not priced."""
+    host_bytes: int = 0
+    """Pinned host memory of one rank."""
+    disk_bytes: int = 0
+    """Disk space of one rank."""
     step_seconds: float
     tokens_per_second: float
     """Over all ranks."""
@@ -103,3 +116,5 @@ class Candidate(Value, frozen=True, kw_only=True):
     peak_device_bytes: int
     lost_by: str = ""
     """The one term that lost it, in words with numbers; empty for the winner."""
+    runs: bool = True
+    """Whether this version runs it; else it is priced only."""

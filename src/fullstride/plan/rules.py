@@ -380,13 +380,13 @@ def not_run(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None =
     return _broken(tuple(rule for rule in _OTHER_RULES if rule.scope == "run"), plan, spec, cluster)
 
 
-def require(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
+def require(plan: Plan, spec: ModelSpec | None = None, cluster: Cluster | None = None, *, to_run: bool = True) -> None:
     """Let an allowed plan pass.
 
     Raises:
         RuleBroken: names every value and rule, and the first fix of each.
     """
-    if broken := check(plan, spec, cluster):
+    if broken := check(plan, spec, cluster, to_run=to_run):
         raise RuleBroken("; ".join(v.message for v in broken), fix="; ".join(dict.fromkeys(v.fix for v in broken)))
 
 

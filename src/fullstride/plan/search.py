@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from fullstride.cluster.cluster import Cluster
-from fullstride.errors import BadInput, DoesNotFit
+from fullstride.errors import BadInput
 from fullstride.files import FileValue
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.defaults import layout_for, plain_plan, weights_cast
+from fullstride.plan.axes import CHOICES, LARGEST_MICRO_BATCH, MOST_EXPERT_RANKS, SHORTEST_SLICE, Degrees, Wishes
+from fullstride.plan.defaults import plain_plan
 from fullstride.plan.estimate import Candidate, Estimate
-from fullstride.plan.plan import Batch, ModelRef, Plan, Recipe, Recompute, Workload
-from fullstride.plan.price import price
-from fullstride.plan.rules import require
-from fullstride.plan.space import space, summary, work_plan
-from fullstride.units import format_bytes, format_seconds
+from fullstride.plan.explore import Exploration, Found, explore
+from fullstride.plan.limits import over
+from fullstride.plan.neighbours import neighbours
+from fullstride.plan.placement import devices_per_node
+from fullstride.plan.plan import ModelRef, Plan, Recipe, Workload
+from fullstride.plan.price import price, score
+from fullstride.plan.rules import check, require
+from fullstride.plan.space import space, work_plan
+from fullstride.plan.verdict import Priced, candidate, does_not_fit
 
 NUM_BEST = 5
 NUM_CANDIDATES = 12
-LARGEST_WORLD = 4096
-
-Priced = tuple[Plan, Estimate]
 
 
 class Ranking(FileValue, frozen=True, kw_only=True, tag="ranking"):
@@ -33,22 +33,58 @@ class Ranking(FileValue, frozen=True, kw_only=True, tag="ranking"):
     candidates: tuple[Candidate, ...]
     """The winner and the runners-up, and what each lost by; one for each layout at least."""
     considered: int
-    """Plans that were priced: all that the rules allow in the space."""
+    """Plans that were priced: all that the rules allow in the space, unless the search was bounded."""
     num_fitting: int
     space: str = ""
-    """What was varied, in words."""
+    """What was varied, in words, and the bound where there is one."""
+    exhaustive: bool = True
+    """Whether the whole space was priced."""
+    runs: tuple[bool, ...] = ()
+    """Which of `best` this version runs; empty where all do."""
+    runnable: Plan | None = None
+    """The fastest plan that this version runs; None where none fits, or where `best[0]` runs."""
+    runnable_estimate: Estimate | None = None
+    neighbours: tuple[Candidate, ...] = ()
+    """Plans one step away from the best one, and the one term that lost each."""
+
+    @property
+    def best_runnable(self) -> Plan | None:
+        """The fastest plan that this version runs, wherever it stands; None where none fits."""
+        return self.best[0] if not self.runs or self.runs[0] else self.runnable
 
 
 def search(
-    spec: ModelSpec, cluster: Cluster, model: ModelRef, workload: Workload, recipe: Recipe, *, num_ranks: int | None = None
+    spec: ModelSpec,
+    cluster: Cluster,
+    model: ModelRef,
+    workload: Workload,
+    recipe: Recipe,
+    *,
+    num_ranks: int | None = None,
+    to_run: bool = True,
+    wishes: Wishes | None = None,
+    exhaustive: bool | None = None,
 ) -> Ranking:
-    """The fastest plans for this work on this cluster, by prediction; exhaustive over `space`.
+    """The fastest plans for this work on this cluster, by prediction.
+
+    Args:
+        spec: the network.
+        cluster: where it runs; on uneven nodes the slowest counts.
+        model: what to call it in plans.
+        workload: samples of a step and their length.
+        recipe: how it learns.
+        num_ranks: how many devices to use; None for all.
+        to_run: only what this version runs, exhaustively; else everything that any framework could do.
+        wishes: entries that stay fixed, such as `{"layout.tp": 8}`; only without `to_run`.
+        exhaustive: price the whole wide space, or not; None decides by its size.
 
     Raises:
         BadInput: the samples of a step cannot be shared out, or the model's own rules are broken.
         DoesNotFit: no plan fits; says by how much, and what would.
     """
     base, ranks = work_plan(spec, cluster, model, workload, recipe, num_ranks)
+    if not to_run:
+        return _wide(base, ranks, spec, cluster, wishes or {}, exhaustive)
     priced = _priced(base, ranks, spec, cluster)
     fitting = sorted(
         (item for item in priced if item[1].fits), key=lambda item: (item[1].step_seconds, item[1].peak_device_bytes)
@@ -96,73 +132,81 @@ def _layout_name(plan: Plan) -> tuple[object, ...]:
     return plan.shard.carrier, plan.shard.stage, plan.layout.dp_replicate, tuple(plan.shard.reshard)
 
 
-def candidate(plan: Plan, estimate: Estimate, winner: Estimate) -> Candidate:
-    """A plan in short, and the one term that lost it against the winner."""
-    return Candidate(
-        summary=summary(plan),
-        plan_hash=estimate.plan_hash,
-        step_seconds=estimate.step_seconds,
-        peak_device_bytes=estimate.peak_device_bytes,
-        lost_by="" if estimate.plan_hash == winner.plan_hash else lost_by(estimate, winner),
+def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wishes, exhaustive: bool | None) -> Ranking:
+    """Everything that any framework could do; what this version runs is priced whole beside it."""
+    here = [] if wishes else _data_only(base, ranks, spec, cluster)
+    explored = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive, skip_data_only=bool(here))
+    found, size = here + explored.found, len(here) + explored.size
+    if not found:
+        raise _nothing(base, ranks, spec, cluster)
+    offloaded = not any(item.score.fits for item in found)
+    if offloaded and cluster.device.kind != "cpu":
+        more = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive, offload=True)
+        found, size = found + more.found, size + more.size
+    fitting = sorted((item for item in found if item.score.fits), key=lambda item: (item.key, item.score.peak_bytes))
+    if not fitting:
+        smallest = sorted(found, key=lambda item: item.score.peak_bytes)[:1]
+        raise does_not_fit([(s.plan, price(s.plan, spec, cluster)) for s in smallest], spec, cluster, base, ranks)
+    return _wide_ranking(found, fitting, _words(explored, len(found), size, offloaded, cluster), explored, spec, cluster)
+
+
+def _data_only(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> list[Found]:
+    degrees = Degrees(tp=1, pp=1, cp=1, ep=1, dp=ranks)
+    return [Found(plan, score(plan, spec, cluster), degrees) for plan in space(base, ranks, spec, cluster)]
+
+
+def _nothing(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> BadInput:
+    """Why the space is empty: a rule that the work itself breaks, or samples that no layout can share out."""
+    require(plain_plan(base, ranks, cluster), spec, cluster, to_run=False)
+    samples = base.workload.samples_per_step
+    return BadInput(
+        f"samples_per_step = {samples} on {ranks} ranks ({over(samples, ranks)}): no layout gives each the same number",
+        fix=f"give a multiple of {ranks}, or of {ranks} over the degrees of tensor and pipeline parallelism",
     )
 
 
-def lost_by(estimate: Estimate, winner: Estimate) -> str:
-    """Why a plan is not the winner: it does not fit, or the term whose time grew most, or, at equal time, memory."""
-    if not estimate.fits:
-        over = estimate.peak_device_bytes - estimate.capacity_bytes
-        return f"does not fit: {format_bytes(estimate.peak_device_bytes)} needed, {format_bytes(over)} too much"
-    mine = {item.name: item.exposed_seconds for item in estimate.terms}
-    its = {item.name: item.exposed_seconds for item in winner.terms}
-    name = max({**its, **mine}, key=lambda key: mine.get(key, 0.0) - its.get(key, 0.0))
-    if estimate.step_seconds - winner.step_seconds <= 1e-9:
-        more = estimate.peak_device_bytes - winner.peak_device_bytes
-        return f"same time, {format_bytes(more)} more memory"
-    return f"{name}: {format_seconds(mine.get(name, 0.0))} against {format_seconds(its.get(name, 0.0))}"
-
-
-def does_not_fit(priced: list[Priced], spec: ModelSpec, cluster: Cluster, base: Plan, ranks: int) -> DoesNotFit:
-    """The refusal: by how much the smallest plan is too large, and the cheapest change that would fit."""
-    plan, estimate = min(priced, key=lambda item: item[1].peak_device_bytes)
-    over = estimate.peak_device_bytes - estimate.capacity_bytes
-    message = (
-        f"{spec.name} on {ranks} x {cluster.device.kind}: the smallest of {len(priced)} plans ({summary(plan)}) needs "
-        f"{format_bytes(estimate.peak_device_bytes)} a device of {format_bytes(estimate.capacity_bytes)}, "
-        f"{format_bytes(over)} too much"
-    )
-    ways = [way for way in (_more_devices(plan, spec, cluster, ranks), _shorter(plan, spec, cluster)) if way]
-    return DoesNotFit(
-        message, fix="would fit: " + ", or ".join(ways) if ways else "use a smaller model, or devices with more memory"
+def _wide_ranking(
+    found: list[Found], fitting: list[Found], words: str, explored: Exploration, spec: ModelSpec, cluster: Cluster
+) -> Ranking:
+    distinct = list({_wide_name(item): item for item in reversed(fitting)}.values())[::-1]  # the best of each
+    best = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[:NUM_BEST]]
+    runs = tuple(not check(plan, spec, cluster) for plan, _ in best)
+    runnable = next((item.plan for item in fitting if item.degrees.data_only and not check(item.plan, spec, cluster)), None)
+    shown = None if runs[0] else runnable
+    near = neighbours(best[0][0], best[0][1], spec, cluster, to_run=False)
+    others = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[NUM_BEST:NUM_CANDIDATES]]
+    return Ranking(
+        best=tuple(plan for plan, _ in best),
+        estimates=tuple(estimate for _, estimate in best),
+        candidates=tuple(candidate(plan, estimate, best[0][1]) for plan, estimate in best + others),
+        considered=len(found),
+        num_fitting=len(fitting),
+        space=words,
+        exhaustive=explored.exhaustive,
+        runs=runs,
+        runnable=shown,
+        runnable_estimate=price(shown, spec, cluster) if shown else None,
+        neighbours=near,
     )
 
 
-def _more_devices(plan: Plan, spec: ModelSpec, cluster: Cluster, ranks: int) -> str:
-    """The smallest doubling of ranks at which ZeRO-3 with full recompute fits, one sample a rank."""
-    world = ranks * 2
-    precision = weights_cast(1, "fsdp2") if plan.precision.cast != "none" else plan.precision
-    while world <= LARGEST_WORLD:
-        layout, shard = layout_for(3, world)
-        work = replace(plan.workload, samples_per_step=world)
-        larger = replace(
-            plan,
-            layout=layout,
-            shard=shard,
-            workload=work,
-            precision=precision,
-            batch=Batch(),
-            recompute=Recompute(mode="full"),
-        )
-        if price(larger, spec, cluster).fits:
-            return f"{world} devices of this kind (zero 3, full recompute)"
-        world *= 2
-    return ""
+def _wide_name(item: Found) -> tuple[object, ...]:
+    plan = item.plan
+    return item.degrees, plan.shard.carrier, plan.shard.stage, plan.layout.dp_replicate, plan.pipeline.schedule
 
 
-def _shorter(plan: Plan, spec: ModelSpec, cluster: Cluster) -> str:
-    """The longest halving of the sequence at which this plan fits."""
-    length = plan.workload.sequence_length // 2
-    while length >= 128:
-        if price(replace(plan, workload=replace(plan.workload, sequence_length=length)), spec, cluster).fits:
-            return f"samples of {length} tokens"
-        length //= 2
-    return ""
+def _words(explored: Exploration, priced: int, size: int, offloaded: bool, cluster: Cluster) -> str:
+    """What was varied, and what bounded it."""
+    varied = f"tensor, pipeline, context, expert and data-parallel degrees ({explored.num_layouts} layouts); {CHOICES}"
+    if offloaded:
+        varied += "; optimizer states and block inputs in host memory, since nothing fits without"
+    limit = (
+        f"tensor parallel up to {2 * devices_per_node(cluster)}, micro-batch up to {LARGEST_MICRO_BATCH}, expert parallel "
+        f"up to {MOST_EXPERT_RANKS}, at least {SHORTEST_SLICE} tokens a context-parallel rank"
+    )
+    if explored.exhaustive:
+        return f"{varied}. Exhaustive, within: {limit}"
+    return (
+        f"{varied}. Bounded: {priced} of about {size} plans priced: in every layout one choice at a time until none improves, "
+        f"in the best layouts two at a time; within: {limit}"
+    )

@@ -110,21 +110,51 @@ def space(base: Plan, num_ranks: int, spec: ModelSpec, cluster: Cluster) -> Iter
                 yield plan
 
 
+CARRIERS = {"none": "one rank", "ddp": "ddp", "megatron": "Megatron's", "deepspeed": "DeepSpeed's"}
+
+
 def summary(plan: Plan) -> str:
-    """A plan in one line: `zero 3, micro-batch 2 x 1, recompute none, compile, bf16 weights, chunked loss`."""
-    layout, shard = plan.layout, plan.shard
-    carrier = {"none": "one rank", "ddp": "ddp", "fsdp2": f"zero {shard.stage}"}[shard.carrier]
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        carrier += f" in groups of {layout.dp_shard}"
-    if shard.reshard:
-        carrier += " keeping " + "+".join(name for name, freed in shard.reshard.items() if not freed)
-    every = f" every {plan.recompute.every}" if plan.recompute.every > 1 else ""
-    precision = {"none": plan.precision.block, "autocast": "bf16 autocast", "weights": "bf16 weights"}[plan.precision.cast]
+    """A plan in one line: `tp 8, pp 4 1f1b, zero 3, micro-batch 2 x 1, recompute none, compile, bf16 weights, chunked loss`."""
+    recompute, precision = plan.recompute, plan.precision
+    every = f" every {recompute.every}" if recompute.every > 1 else ""
+    every += f" on {recompute.blocks} a stage" if recompute.blocks else ""
+    every += f", inputs on {recompute.offload}" if recompute.offload != "none" else ""
+    cast = {"none": precision.block, "autocast": f"{precision.block} autocast", "weights": f"{precision.block} weights"}
     return ", ".join((
-        carrier,
+        *_degrees(plan),
+        _sharing(plan),
         f"micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}",
-        f"recompute {plan.recompute.mode.replace('_', '+')}{every}",
+        f"recompute {recompute.mode.replace('_', '+')}{every}",
+        *_offloaded(plan),
         "compile" if plan.compile.mode == "block" else "eager",
-        precision,
+        cast[precision.cast] + (f", fp8 {precision.fp8}" if precision.fp8 != "off" else ""),
         "chunked loss" if plan.loss.kind == "chunked" else "model's loss",
     ))  # fmt: skip
+
+
+def _degrees(plan: Plan) -> list[str]:
+    """The axes beside data parallelism that are used."""
+    layout, pipe = plan.layout, plan.pipeline
+    schedule = f" {pipe.schedule}" + (f" x {pipe.chunks}" if pipe.chunks > 1 else "")
+    found = [f"{axis} {size}" for axis in ("tp", "cp", "ep") if (size := getattr(layout, axis)) > 1]
+    return found + ([f"pp {layout.pp}{schedule}"] if layout.pp > 1 else [])
+
+
+def _sharing(plan: Plan) -> str:
+    """How data-parallel ranks share states."""
+    layout, shard = plan.layout, plan.shard
+    if shard.carrier == "none" and layout.world_size > 1:
+        return "no data parallelism"
+    words = f"zero {shard.stage}" if shard.carrier == "fsdp2" else CARRIERS[shard.carrier]
+    words += f" zero {shard.stage}" if shard.carrier in ("megatron", "deepspeed") and shard.stage else ""
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        words += f" in groups of {layout.dp_shard}"
+    if shard.reshard:
+        words += " keeping " + "+".join(name for name, freed in shard.reshard.items() if not freed)
+    return words
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    """States that do not lie on the device."""
+    shares = (("cpu", plan.optimizer.cpu_share), ("nvme", plan.optimizer.nvme_share))
+    return [f"{share:.0%} of states on {where}" for where, share in shares if share]

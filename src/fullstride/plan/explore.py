@@ -1,0 +1,185 @@
+"""Through the wide space: all of it where it is small, else one choice at a time from every layout.
+
+The bounded way: each layout starts from sharded states and the smallest micro-batch; each choice in turn takes its best
+value, until none improves (coordinate descent). Plans that do not fit are compared by memory, so that a layout first comes
+to fit and then becomes fast. The best layouts are then polished by changing two choices at once.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.axes import Degrees, Options, Pick, Wishes, all_degrees, build, legal, options_for
+from fullstride.plan.plan import Plan
+from fullstride.plan.price import Score, score
+
+EXHAUSTIVE_PLANS = 800
+"""Spaces up to this size are priced whole: half a second."""
+POLISHED = 3
+NEAR = 1.1
+"""Layouts whose best plan is improved by two choices at once: so many, where they are so close to the best."""
+HOPELESS = 1.5
+"""A layout so many times slower than the best one after its first round is not improved further."""
+TARGET_SHARE = 0.65
+"""Under this share of the device's memory, saving more buys nothing."""
+ROUNDS = 4
+_SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST, _LOSS, _COMPILE, _OPTIMIZER = range(8)
+_ORDER = (_RECOMPUTE, _SHARD, _MICRO, _PIPELINE, _RECOMPUTE)
+"""The choices that a descent goes through; the others are left to the polish."""
+
+Key = tuple[bool, float]
+WORST: Key = (True, float("inf"))
+
+
+class Found(NamedTuple):
+    """A plan that was priced."""
+
+    plan: Plan
+    score: Score
+    degrees: Degrees
+
+    @property
+    def key(self) -> Key:
+        """Plans that fit come first, by time; the others by memory."""
+        fits = self.score.fits
+        return not fits, self.score.seconds if fits else float(self.score.peak_bytes)
+
+
+class Exploration(NamedTuple):
+    """What an exploration priced."""
+
+    found: list[Found]
+    size: int
+    """Plans in the whole space."""
+    num_layouts: int
+    exhaustive: bool
+
+
+class _Layout:
+    """One layout's plans, priced once each."""
+
+    def __init__(
+        self, base: Plan, degrees: Degrees, options: Options, spec: ModelSpec, cluster: Cluster, wishes: Wishes
+    ) -> None:
+        self.base, self.degrees, self.options, self.wishes = base, degrees, options, wishes
+        self.spec, self.cluster = spec, cluster
+        self.priced: dict[Pick, Found | None] = {}
+        self.best: Pick | None = None
+
+    def key(self, pick: Pick) -> Key:
+        """The pick's place in the order; the worst where its choices do not go together."""
+        if pick not in self.priced:
+            plan = build(self.base, self.degrees, self.options, pick, self.spec, self.cluster, self.wishes)
+            # The space holds only what the rules allow; what a user put in is checked.
+            if plan and self.wishes and not legal(plan, self.spec, self.cluster):
+                plan = None
+            self.priced[pick] = Found(plan, score(plan, self.spec, self.cluster), self.degrees) if plan else None
+        found = self.priced[pick]
+        return found.key if found else WORST
+
+    def try_all(self, picks: list[Pick]) -> bool:
+        """Price picks; whether one of them is better than the best so far."""
+        before = self.best
+        for pick in picks:
+            if self.key(pick) < (self.key(self.best) if self.best else WORST):
+                self.best = pick
+        return self.best != before
+
+    def spares(self) -> bool:
+        """Whether the best plan so far needs no saving of memory."""
+        found = self.priced.get(self.best) if self.best else None
+        return bool(found and found.score.peak_bytes <= TARGET_SHARE * found.score.capacity_bytes)
+
+    def round(self) -> bool:
+        """Each choice in turn takes its best value; whether anything improved."""
+        assert self.best is not None, "a round starts somewhere"
+        improved = False
+        for axis in _ORDER:
+            values = range(len(self.options[axis]))
+            if axis == _RECOMPUTE and self.spares():
+                values = range(self.best[axis])
+            improved |= self.try_all([_with(self.best, axis, value) for value in values])
+        return improved
+
+    def polish(self) -> bool:
+        """All pairs of choices at once."""
+        assert self.best is not None, "a polish starts somewhere"
+        start, picks = self.best, []
+        for one, other in combinations(range(len(self.options)), 2):
+            for a in range(len(self.options[one])):
+                picks += [_with(_with(start, one, a), other, b) for b in range(len(self.options[other]))]
+        return self.try_all(picks)
+
+
+def _with(pick: Pick, axis: int, value: int) -> Pick:
+    return (*pick[:axis], value, *pick[axis + 1 :])
+
+
+def explore(
+    base: Plan,
+    num_ranks: int,
+    spec: ModelSpec,
+    cluster: Cluster,
+    wishes: Wishes,
+    *,
+    exhaustive: bool | None = None,
+    offload: bool = False,
+    skip_data_only: bool = False,
+) -> Exploration:
+    """Price the wide space, or its promising part where it is large; `exhaustive` decides which, None by its size."""
+    degrees = [d for d in all_degrees(base, num_ranks, spec, cluster, wishes) if not (skip_data_only and d.data_only)]
+    layouts = [
+        _Layout(base, each, options_for(base, each, spec, cluster, wishes, offload=offload), spec, cluster, wishes)
+        for each in degrees
+    ]
+    size = sum(layout.options.size for layout in layouts)
+    whole = size <= EXHAUSTIVE_PLANS if exhaustive is None else exhaustive
+    if whole:
+        for layout in layouts:
+            layout.try_all(list(layout.options.picks()))
+    else:
+        _descend(layouts)
+    found = [item for layout in layouts for item in layout.priced.values() if item]
+    return Exploration(found=found, size=size, num_layouts=len(layouts), exhaustive=whole)
+
+
+def _descend(layouts: list[_Layout]) -> None:
+    best = WORST
+    for layout in layouts:
+        start = _start(layout)
+        if start is None:
+            continue
+        layout.try_all([start])
+        for number in range(ROUNDS):
+            if layout.best is None or not layout.round():
+                break
+            key = layout.key(layout.best)
+            best = min(best, key)
+            if number and not best[0] and key > (False, HOPELESS * best[1]):
+                break
+    ranked = sorted((item for item in layouts if item.best), key=lambda item: item.key(item.best) if item.best else WORST)
+    for layout in ranked[:POLISHED]:
+        key = layout.key(layout.best) if layout.best else WORST
+        if key[0] == best[0] and key > (best[0], NEAR * best[1]):
+            break
+        for _ in range(ROUNDS):
+            if not layout.polish():
+                break
+
+
+def _start(layout: _Layout) -> Pick | None:
+    """The first of each choice, if the least memory that the layout can take fits, else that; None where nothing can be."""
+    first = tuple(0 for _ in layout.options)
+    if not all(layout.options):
+        return None
+    if not layout.key(first)[0]:
+        return first
+    least = _with(first, _RECOMPUTE, len(layout.options.recomputes) - 1)
+    thirds = [n for n, (_, _, shard) in enumerate(layout.options.shards) if shard.stage == 3]
+    least = _with(least, _SHARD, thirds[0]) if thirds else least
+    picks = [_with(least, _PIPELINE, n) for n in range(len(layout.options.pipelines))]
+    layout.try_all(picks)
+    return layout.best or first
