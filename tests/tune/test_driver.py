@@ -6,7 +6,7 @@ from tests.tune.fakes import FakeClock, FakeSession, fake_cluster, fake_plan, fa
 from fullstride.measure.protocol import Settings
 from fullstride.plan.plan import Batch, Compile
 from fullstride.rundir import Failure, RunDir
-from fullstride.tune.driver import Driver, Record, bench, compare
+from fullstride.tune.driver import Driver, NoTime, Record, bench, compare
 
 
 @pytest.fixture
@@ -139,3 +139,40 @@ def test_the_full_form_warms_up_before_every_round(stage):
     assert measured.warmup_steps == 30
     assert [len(r.step_seconds) for r in measured.rounds] == [50] * 3
     assert session.step >= 3 * 80
+
+
+def test_a_plan_that_is_known_warms_up_in_one_step_and_in_more_where_that_is_slow(stage):
+    driver, session, _ = stage(noise=0.0)
+    steps = []
+    run = session.run
+    session.run = lambda number, *more, **options: (steps.append(number), run(number, *more, **options))[1]
+    compare(driver, *records(), Settings(screen=False, max_alternations=3), driver.clock() + 1000, profile_after=())
+    assert steps == [2, 6, 2, 6, 1, 6, 1, 6, 1, 6, 1, 6]
+    base, _ = records()
+    base.known_seconds = 0.1
+    steps.clear()
+    driver.release()
+    bench(driver, base, Settings(), driver.clock() + 1000)
+    assert steps[:3] == [1, 2, 6], "one step does not look like what is known, two more are alike"
+
+
+def test_a_comparison_goes_on_from_earlier_rounds(stage):
+    driver, _, _ = stage()
+    base, other = records()
+    first = compare(driver, base, other, Settings(screen=False, max_alternations=3), driver.clock() + 1000)
+    rounds = sorted((*first.base.rounds, *first.other.rounds), key=lambda r: r.index)
+    settings = Settings(screen=False, max_alternations=5, threshold=0.5)
+    second = compare(driver, base, other, settings, driver.clock() + 1000, earlier=rounds)
+    assert second.verdict == "no difference", "decided by the rounds there are"
+    assert second.base.rounds == first.base.rounds
+    third = compare(driver, base, other, Settings(min_alternations=4), driver.clock() + 1000, earlier=rounds)
+    assert third.verdict == "better"
+    assert [r.index for r in third.other.rounds] == [1, 3, 5, 7]
+    assert third.other.rounds[:3] == first.other.rounds
+
+
+def test_a_time_that_ends_before_the_other_had_a_round_is_no_failure_of_it(stage):
+    driver, _, _ = stage()
+    outcome = compare(driver, *records(), Settings(), driver.clock() + 10)
+    assert isinstance(outcome, NoTime)
+    assert "time ended" in outcome.message

@@ -41,6 +41,10 @@ _FLUSH_SECONDS = 5.0
 _FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
+class NoTime(Failure, frozen=True, kw_only=True):
+    """The time ended before the other plan had a round: nothing is known of it."""
+
+
 class Session(Interface):
     """What the driver needs of a worker session (`launch.session.WorkerSession`)."""
 
@@ -327,6 +331,8 @@ def compare(
         reasons = [action.reason]
         verdict = action.verdict
     if not _counted(base) or not _counted(other):
+        if not other.rounds and isinstance(action, Stop) and action.verdict == "undetermined":
+            return NoTime(failure="killed", message=action.reason)
         return Failure(failure="not_finite", message=reasons[0] if reasons else "no round counts")
     if verdict in profile_after:
         for record in (other, base):

@@ -31,7 +31,7 @@ from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.again import on_top_of, record_of, rounds_of, unfinished
 from fullstride.tune.choose import WORTH, Choice, Passed, Situation, memory_use, weigh
-from fullstride.tune.driver import Driver, Record, Session, compare
+from fullstride.tune.driver import Driver, NoTime, Record, Session, compare
 from fullstride.tune.learned import Pricer, learn, predict
 from fullstride.tune.levers import LEVERS, Lever, Move
 from fullstride.tune.pace import MOST_EVER, Pace
@@ -169,7 +169,7 @@ class _Loop:
             outcome=outcome,
             reason=reason,
             comparison=result if isinstance(result, Comparison) else None,
-            failure=result if isinstance(result, Failure) else None,
+            failure=result if isinstance(result, Failure) and outcome == "failed" else None,
             seconds=self.clock() - began,
         )
         self.write(trials=(*self.ladder.trials, trial), best_plan=self.best.plan)
@@ -334,10 +334,10 @@ class _Loop:
         self.record(choice, outcome, reason, began, result)
 
     def _most_alternations(self, done: int, most: int) -> int:
-        """Of a promising trial, `done` ones included: while nothing is kept, the last measurement needs as many again."""
+        """Of a promising trial, `done` ones included: while nothing is kept, half the time is left to the last measurement."""
         if self._kept():
             return most
-        return min(most, done + (self.pace.alternations_in(self.left) - done) // 2)
+        return min(most, done + self.pace.alternations_in(self.left) // 2)
 
     def _take_up_again(self) -> bool:
         """Go on with the best trial that is undecided; False if there is none, or no time for it."""
@@ -396,6 +396,8 @@ class _Loop:
         )
 
     def _verdict(self, result: Comparison | Failure) -> tuple[Outcome, str]:
+        if isinstance(result, NoTime):
+            return "not tried", result.message
         if isinstance(result, Failure):
             return "failed", f"{result.failure.replace('_', ' ')}: {result.message}"
         reason = "; ".join(result.reasons)
