@@ -14,6 +14,8 @@ from fullstride.model.spec import ModelSpec
 
 INSPECT_MODULE = "fullstride.engine.inspect"
 INSPECT_SECONDS = 300.0
+_ERROR = "error: "
+"""How the reader begins the line in which it tells a user's mistake."""
 
 
 def spec_of(source: str, *, timeout_seconds: float = INSPECT_SECONDS, module: str = INSPECT_MODULE) -> ModelSpec:
@@ -40,7 +42,9 @@ def spec_of(source: str, *, timeout_seconds: float = INSPECT_SECONDS, module: st
         if code == 0 and out.exists():
             return read_json(out, ModelSpec)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else f"ended with status {code}"
+    said = lines[-1] if lines else f"ended with status {code}"
+    told = said.startswith(_ERROR)  # then it names the source and the fix itself
+    message = said.removeprefix(_ERROR) if told else f"{source}: {said}"
     if code == EnvironmentFault.exit_code:
-        raise EnvironmentFault(f"{source}: {last}")
-    raise BadInput(f"{source}: {last}", fix="the function must return an nn.Module without arguments")
+        raise EnvironmentFault(message)
+    raise BadInput(message, fix="" if told else "the function must return an nn.Module without arguments")
