@@ -91,6 +91,8 @@ class Layout(Value, frozen=True, kw_only=True):
     """Axes from the slowest varying to the fastest: the last one has neighbouring ranks."""
     sequence_parallel: bool = True
     """With tp above 1: norms, residuals and dropout are cut along the sequence (Korthikanti et al., 2022)."""
+    expert_tp: int = 1
+    """Ranks that share one expert's matrices; 1: experts are cut by `ep` alone (Megatron's own default is `tp`)."""
 
     @property
     def world_size(self) -> int:
@@ -179,8 +181,8 @@ class Precision(Value, frozen=True, kw_only=True):
     """What gradients are summed in across ranks."""
     master: DType = "fp32"
     optimizer_state: DType = "fp32"
-    fp8: Literal["off", "tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"] = "off"
-    """Scaling recipe of linears computed in fp8."""
+    fp8: Literal["off", "tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"] = "off"
+    """Scaling recipe of linears computed in fp8 (`nvfp4`: in fp4)."""
 
 
 class Loss(Value, frozen=True, kw_only=True):
@@ -190,6 +192,9 @@ class Loss(Value, frozen=True, kw_only=True):
     """`model`: the model's own logits, whole; `chunked`: head and loss by chunks of tokens, logits never stand whole."""
     chunk_tokens: int = 4096
     """Tokens of one chunk."""
+    fused: Literal["no", "script", "native"] = "no"
+    """Megatron's cross entropy: operators in place, a scripted fusion (which makes one more fp32 copy), or one kernel that turns
+    logits into their gradient where they stand."""
 
 
 class Kernels(Value, frozen=True, kw_only=True):
@@ -198,6 +203,8 @@ class Kernels(Value, frozen=True, kw_only=True):
     attention: Literal["sdpa", "fused_softmax", "unfused"] = "sdpa"
     """`sdpa`: torch's own choice of a flash kernel; `fused_softmax`: scores stand whole, scale, mask and softmax in one
     kernel (older Megatron); `unfused`: each operator by itself."""
+    gradient_fusion: bool = False
+    """Weight gradients are added to the main gradients by the matrix product itself (Megatron's gradient accumulation fusion)."""
 
 
 class Adapter(Value, frozen=True, kw_only=True):
@@ -214,6 +221,8 @@ class Compile(Value, frozen=True, kw_only=True):
 
     mode: Literal["off", "block"] = "off"
     """`block`: each block (and a chunk of the chunked loss) is compiled."""
+    graphs: bool = False
+    """Launches are recorded once and replayed (CUDA graphs): the host's part of a micro-batch vanishes."""
 
 
 class Overlap(Value, frozen=True, kw_only=True):
@@ -223,6 +232,12 @@ class Overlap(Value, frozen=True, kw_only=True):
     """Blocks whose weights are gathered ahead (ZeRO-3); 1 is what FSDP2 does by itself."""
     bucket_bytes: int = 25 * 2**20
     """Size of DDP's gradient buckets."""
+    gradients: bool = True
+    """Gradients are reduced, and weights gathered, beside computation (Megatron's overlaps); false: after it."""
+    tensor: bool = False
+    """Products are cut so that tensor-parallel communication runs beside them (AsyncTP, user buffers)."""
+    experts: bool = False
+    """Tokens travel to experts while another micro-batch computes."""
 
 
 class Comm(Value, frozen=True, kw_only=True):

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.compute import again, term
-from fullstride.plan.cost.pieces import Piece, pieces
+from fullstride.plan.cost.compute import stepped_parameters, term
+from fullstride.plan.cost.inside import data_inside, expert_weights, local_parameters
+from fullstride.plan.cost.lanes import Held, again, busiest
+from fullstride.plan.cost.pieces import FUSED
 from fullstride.plan.estimate import Confidence, Term
 from fullstride.plan.facts import (
     BYTES,
-    Part,
     num_parameters,
-    num_recomputed,
     num_resharded,
     num_trainable,
     parts,
@@ -23,10 +23,6 @@ from fullstride.plan.facts import (
 )
 from fullstride.plan.plan import Plan
 
-HIDDEN_SHARE = 0.9
-"""Share of computation that communication can hide behind on a GPU; assumed."""
-CONTENTION = 0.15
-"""Hidden communication still slows computation by this share of its time (5 to 15 % on Hopper); assumed."""
 COPY_EFFICIENCY = 0.47
 """FSDP2's copies in and out of flat buffers over a plain copy; from 80 ms in one step of an 8B model on two H200."""
 
@@ -73,30 +69,76 @@ def _rounds(plan: Plan) -> tuple[int, int]:
 
 def overlap_share(cluster: Cluster) -> float:
     """How much of a computation can hide communication: none on a CPU, whose cores do both."""
-    return 0.0 if cluster.device.kind == "cpu" else HIDDEN_SHARE
+    return 0.0 if cluster.device.kind == "cpu" else cluster.reached.hidden_share
 
 
 def _outside(seconds: float, cover: float, cluster: Cluster) -> float:
     """Time that `cover` seconds of computation do not hide, with what contention costs them."""
     hidden = min(seconds, cover * overlap_share(cluster))
-    return seconds - hidden + CONTENTION * hidden
+    return seconds - hidden + cluster.reached.contention * hidden
+
+
+def _backward_of(plan: Plan, held: Held) -> float:
+    return held.piece.backward + again(plan, held.piece) * held.recomputed / held.many
 
 
 def all_reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """DDP: buckets are reduced while the last micro-batch's backward still runs; the last bucket stands alone."""
     if plan.shard.carrier != "ddp":
         return term("all-reduce of gradients", "comm", 0.0, "no ddp", "modelled")
-    ranks, size = plan.layout.dp_replicate, num_trainable(spec) * BYTES[plan.precision.gradient]
+    ranks, size = plan.layout.dp_replicate * plan.layout.cp, num_trainable(spec) * BYTES[plan.precision.gradient]
+    held = busiest(plan, spec, cluster)
+    if plan.layout.pp * plan.layout.tp * plan.layout.ep > 1:
+        size = round(sum(h.many * local_parameters(h.part, plan) for h in held)) * BYTES[plan.precision.gradient]
     bucket = min(plan.overlap.bucket_bytes, size)
-    rate = rates.collective_seconds(cluster, "all_reduce", bucket, ranks)
+    near = max(1, cluster.groups[0].num_devices // plan.layout.tp)
+    rate = rates.collective_seconds(cluster, "all_reduce", bucket, ranks, per_node=min(near, ranks))
     seconds = rate.seconds * size / bucket
-    backward = sum(
-        p.count * piece.backward + num_recomputed(plan, p) * again(plan, p, piece) for p, piece in pieces(plan, spec, cluster)
-    )
+    backward = sum(h.many * _backward_of(plan, h) for h in held)
     exposed = rate.seconds + _outside(seconds - rate.seconds, backward, cluster)
     return term(
         "all-reduce of gradients", "comm", seconds, f"2P in buckets of {bucket} B, {rate.source}", rate.confidence, exposed
     )
+
+
+def own_reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Megatron's and DeepSpeed's reduction of gradients, once a step (DeepSpeed's ZeRO-2: for each micro-batch).
+
+    ZeRO-0 all-reduces; a distributed optimizer reduce-scatters, and gathers the stepped weights. Beside the last backward and
+    the next forward where these overlap, else after them.
+    """
+    layout, name = plan.layout, "reduction of gradients"
+    ranks = layout.data_parallel * layout.cp
+    if plan.shard.carrier not in FUSED or ranks == 1:
+        return term(name, "comm", 0.0, "none", "modelled")
+    held = busiest(plan, spec, cluster)
+    dense = sum(h.many * (local_parameters(h.part, plan) - expert_weights(h.part) / layout.ep) for h in held)
+    sparse = sum(h.many * expert_weights(h.part) for h in held) / layout.ep
+    if plan.adapter.rank:
+        shared = layout.dp_shard * layout.cp if plan.shard.stage else 1
+        dense, sparse = stepped_parameters(plan, spec, cluster) * shared, 0.0
+    near = max(1, min(ranks, cluster.groups[0].num_devices // layout.tp))
+    expert_ranks = max(1, ranks * layout.tp // layout.ep)
+    rounds = plan.batch.accumulation if plan.shard.carrier == "deepspeed" and plan.shard.stage >= 2 else 1
+    wide, narrow = BYTES[plan.precision.reduction], BYTES[plan.precision.block]
+
+    def over(op: str, width: float) -> rates.Rate:
+        main = rates.collective_seconds(cluster, op, dense * width, ranks, per_node=near)  # type: ignore[arg-type]
+        near_experts = max(1, min(expert_ranks, cluster.groups[0].num_devices // layout.ep))
+        more = rates.collective_seconds(cluster, op, sparse * width, expert_ranks, per_node=near_experts)  # type: ignore[arg-type]
+        return rates.Rate(main.seconds + more.seconds, main.confidence, main.source)
+
+    if plan.shard.stage == 0:
+        first, second = over("all_reduce", wide), rates.Rate(0.0, "modelled", "")
+    else:
+        first, second = over("reduce_scatter", wide), over("all_gather", narrow)
+    seconds = first.seconds * rounds + second.seconds
+    exposed = seconds
+    if plan.overlap.gradients and plan.shard.carrier == "megatron":
+        forward = sum(h.many * h.piece.forward for h in held)
+        backward = sum(h.many * _backward_of(plan, h) for h in held)
+        exposed = _outside(first.seconds, backward, cluster) + _outside(second.seconds, forward, cluster)
+    return term(name, "comm", seconds, f"ZeRO {plan.shard.stage} over {ranks} ranks, {first.source}", first.confidence, exposed)
 
 
 def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
@@ -107,18 +149,18 @@ def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     rounds, _ = _rounds(plan)
     seconds = exposed = 0.0
     trust: Confidence = "modelled"
-    source = ""
-    for index, (part, piece) in enumerate(pieces(plan, spec, cluster)):
-        rate = rates.collective_seconds(cluster, "all_gather", part.parameters * weight_bytes(plan, part), plan.layout.dp_shard)
+    source, ranks = "", plan.layout.dp_shard * plan.layout.cp
+    near = data_inside(plan, cluster)
+    for h in busiest(plan, spec, cluster):
+        size = local_parameters(h.part, plan) * weight_bytes(plan, h.part)
+        rate = rates.collective_seconds(cluster, "all_gather", size, ranks, per_node=near)
         trust = "assumed" if rate.confidence == "assumed" else trust
-        source = rate.source if part.group == "blocks" else source
-        back = num_resharded(plan, part)
-        seconds += rate.seconds * (part.count * rounds + back * micro)
-        cover = 0.0 if index == 0 else piece.forward  # nothing runs before the first
-        exposed += part.count * rounds * _outside(rate.seconds, cover, cluster)
-        exposed += (
-            back * micro * _outside(rate.seconds, _backward_of(plan, part, piece) / 2, cluster)
-        )  # the other half hides the reduction
+        source = rate.source if h.part.group == "blocks" else source
+        back = num_resharded(plan, h.part) * h.many / h.part.count
+        seconds += rate.seconds * (h.many * rounds + back * micro)
+        cover = 0.0 if h.part.group == "embedding" else h.piece.forward  # nothing runs before the first
+        exposed += h.many * rounds * _outside(rate.seconds, cover, cluster)
+        exposed += back * micro * _outside(rate.seconds, _backward_of(plan, h) / 2, cluster)  # the other half hides reduction
     return term("all-gather of weights", "comm", seconds, source, trust, exposed)
 
 
@@ -128,28 +170,25 @@ def reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         return term("reduce-scatter of gradients", "comm", 0.0, "no sharding", "modelled")
     _, rounds = _rounds(plan)
     wide, layout = BYTES[plan.precision.reduction], plan.layout
-    across = max(1, cluster.groups[0].num_devices // layout.dp_shard)  # ranks of a replica group in one node
+    shared = layout.dp_shard * layout.cp
+    across = max(1, cluster.groups[0].num_devices // (shared * layout.tp))  # ranks of a replica group in one node
     seconds = exposed = 0.0
     trust: Confidence = "modelled"
-    source = ""
-    for index, (part, piece) in enumerate(pieces(plan, spec, cluster)):
-        rate = rates.collective_seconds(cluster, "reduce_scatter", part.trainable * wide, layout.dp_shard)
+    source, near = "", data_inside(plan, cluster)
+    for h in busiest(plan, spec, cluster):
+        trained = local_parameters(h.part, plan) * h.part.trainable / max(1, h.part.parameters)
+        rate = rates.collective_seconds(cluster, "reduce_scatter", trained * wide, shared, per_node=near)
         one = rate.seconds
         if layout.dp_replicate > 1:
-            size = part.trainable * wide / layout.dp_shard
+            size = trained * wide / shared
             one += rates.collective_seconds(cluster, "all_reduce", size, layout.dp_replicate, per_node=across).seconds
         trust = "assumed" if rate.confidence == "assumed" else trust
-        source = rate.source if part.group == "blocks" else source
-        share = 0.5 if num_resharded(plan, part) else 1.0
-        cover = 0.0 if index == 0 else share * _backward_of(plan, part, piece)
-        seconds += one * part.count * rounds
-        exposed += part.count * rounds * _outside(one, cover, cluster)
+        source = rate.source if h.part.group == "blocks" else source
+        share = 0.5 if num_resharded(plan, h.part) else 1.0
+        cover = 0.0 if h.part.group == "embedding" else share * _backward_of(plan, h)
+        seconds += one * h.many * rounds
+        exposed += h.many * rounds * _outside(one, cover, cluster)
     return term("reduce-scatter of gradients", "comm", seconds, source, trust, exposed)
-
-
-def _backward_of(plan: Plan, part: Part, piece: Piece) -> float:
-    made = again(plan, part, piece) * num_recomputed(plan, part) / part.count
-    return piece.backward + made
 
 
 def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
@@ -159,6 +198,33 @@ def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
     wide, master = BYTES[plan.precision.reduction], BYTES[plan.precision.master]
     size = moved.gathered * ((master + each) / plan.layout.dp_shard + 2 * each) + moved.reduced * (each + wide)
+    if plan.layout.tp * plan.layout.pp * plan.layout.ep > 1:
+        size *= sum(h.many * local_parameters(h.part, plan) for h in busiest(plan, spec, cluster)) / num_parameters(spec)
     rate = rates.copy_seconds(cluster, size)
     efficiency = 1.0 if cluster.device.kind == "cpu" else COPY_EFFICIENCY
     return term("FSDP2's copies", "comm", rate.seconds / efficiency, f"{efficiency:.0%} of {rate.source}", rate.confidence)
+
+
+def tensor(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Tensor parallelism's sums of activations, about four a block and micro-batch whatever its degree."""
+    return _within("sums over tensor ranks", "tensor", plan, spec, cluster)
+
+
+def context(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Context parallelism's ring of keys and values."""
+    return _within("ring of keys and values", "context", plan, spec, cluster)
+
+
+def experts(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Expert parallelism's exchange of tokens."""
+    return _within("exchange between experts", "experts", plan, spec, cluster)
+
+
+def _within(name: str, axis: str, plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    seconds = exposed = 0.0
+    for h in busiest(plan, spec, cluster):
+        moved = getattr(h.piece, axis)
+        seconds += h.many * (moved.forward + moved.backward)
+        exposed += h.many * (moved.forward_exposed + moved.backward_exposed)
+    micro = plan.batch.accumulation
+    return term(name, "comm", seconds * micro, "collectives inside each block", "modelled", exposed * micro)

@@ -1,14 +1,20 @@
-"""Terms of computation: products, attention, memory-bound operators, recompute, loss, optimizer."""
+"""Terms of computation on the busiest rank: products, attention, memory-bound operators, recompute, loss, optimizer."""
 
 from __future__ import annotations
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.pieces import Piece, gradient_traffic, pieces, thread_factor
+from fullstride.plan.cost.inside import expert_weights, local_parameters
+from fullstride.plan.cost.lanes import again, busiest
+from fullstride.plan.cost.pieces import FUSED, gradient_traffic, local_tokens, thread_factor
 from fullstride.plan.estimate import Confidence, Term, TermKind
-from fullstride.plan.facts import BYTES, Part, micro_tokens, num_recomputed, num_trainable, shards
+from fullstride.plan.facts import BYTES
 from fullstride.plan.plan import Plan
+
+SEPARATE_PASSES = {"megatron": 6.0, "deepspeed": 30.0}
+"""Bytes a parameter that a framework's optimizer moves beside AdamW's own: narrow copy and cleared gradients (Megatron);
+gradients widened, unscaled, checked and clipped in passes of their own, weights copied back (DeepSpeed's fp16)."""
 
 
 def term(name: str, kind: TermKind, seconds: float, source: str, confidence: Confidence, exposed: float | None = None) -> Term:
@@ -19,47 +25,50 @@ def term(name: str, kind: TermKind, seconds: float, source: str, confidence: Con
 
 def products(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Matrix products: forward, and two of the same size in backward, looked up by shape."""
-    found = pieces(plan, spec, cluster)
-    seconds = sum(p.count * (piece.products_forward + piece.products_backward) for p, piece in found)
-    trust: Confidence = "assumed" if any(piece.confidence == "assumed" for _, piece in found) else "modelled"
-    source = next((piece.source for p, piece in found if p.group == "blocks"), "")
+    held = busiest(plan, spec, cluster)
+    seconds = sum(h.many * (h.piece.products_forward + h.piece.products_backward) for h in held)
+    trust: Confidence = "assumed" if any(h.piece.confidence == "assumed" for h in held) else "modelled"
+    source = next((h.piece.source for h in held if h.part.group == "blocks"), "")
     return term("matrix products", "compute", seconds * plan.batch.accumulation, source, trust)
 
 
 def attention(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Scaled-dot-product attention, forward and backward (FlashAttention-2, arXiv 2307.08691, for the work)."""
-    found = pieces(plan, spec, cluster)
-    seconds = sum(p.count * (piece.attention_forward + piece.attention_backward) for p, piece in found)
+    seconds = sum(h.many * (h.piece.attention_forward + h.piece.attention_backward) for h in busiest(plan, spec, cluster))
     trust: Confidence = "modelled" if cluster.attentions else "assumed"
     source = "measured attention table" if cluster.attentions else "roofline"
+    if plan.kernels.attention != "sdpa":
+        source, trust = "two batched products and passes over whole scores", "assumed"
     return term("attention", "attention", seconds * plan.batch.accumulation, source, trust)
 
 
 def memory_bound(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """Norms, activation products, rotary, residuals; casts of weights and sums of gradients."""
-    found = pieces(plan, spec, cluster)
-    seconds = sum(p.count * (piece.bound_forward + piece.bound_backward) for p, piece in found) * plan.batch.accumulation
+    """Norms, activation products, rotary, residuals, quantising; casts of weights and sums of gradients."""
+    seconds = sum(h.many * (h.piece.bound_forward + h.piece.bound_backward) for h in busiest(plan, spec, cluster))
+    seconds *= plan.batch.accumulation
     rate = rates.copy_seconds(cluster, gradient_traffic(plan, spec) or 1.0)
     seconds += rate.seconds
-    how = "each operator" if plan.compile.mode == "off" else "fused operators"
+    how = "each operator" if plan.compile.mode == "off" and plan.shard.carrier not in FUSED else "fused operators"
     return term("memory-bound operators", "memory_bound", seconds, f"bytes of {how} over {rate.source}", rate.confidence)
 
 
 def recompute(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Forward work that is done again in backward."""
-    seconds = sum(num_recomputed(plan, part) * again(plan, part, piece) for part, piece in pieces(plan, spec, cluster))
-    what = {"none": "nothing", "norm_activation": "memory-bound operators", "full": "all of forward"}[plan.recompute.mode]
+    seconds = sum(h.recomputed * again(plan, h.piece) for h in busiest(plan, spec, cluster))
+    what = {
+        "none": "nothing",
+        "norm_activation": "memory-bound operators",
+        "attention": "the core of attention",
+        "full": "all of forward",
+    }[plan.recompute.mode]
     return term("recompute", "recompute", seconds * plan.batch.accumulation, f"{what}, again", "modelled")
-
-
-def again(plan: Plan, part: Part, piece: Piece) -> float:
-    """What one block made again costs."""
-    return {"none": 0.0, "norm_activation": piece.bound_forward, "full": piece.forward}[plan.recompute.mode]
 
 
 def loss(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Passes over logits: widening, log-softmax, its backward, narrowing; the head's products are counted with the products."""
-    head, wide, tokens = BYTES[plan.precision.head], BYTES[plan.precision.loss], micro_tokens(plan)
+    if not any(h.part.group == "head" for h in busiest(plan, spec, cluster)):
+        return term("logits and loss", "loss", 0.0, "on another stage", "modelled")
+    head, wide, tokens = BYTES[plan.precision.head], BYTES[plan.precision.loss], local_tokens(plan)
     narrow = 2 * (head + wide) if head != wide else 0  # widen and narrow again
     each = narrow + 6 * wide  # log-softmax reads and writes; nll's gradient; its backward reads two and writes one
     extra = 0.0
@@ -67,9 +76,26 @@ def loss(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         each = 3 * head if plan.compile.mode == "block" else narrow + 10 * wide
         chunks = -(-tokens // plan.loss.chunk_tokens)
         extra = (chunks * 8.0 + 6.0) * spec.vocab_size * spec.hidden_size  # the weight's gradient: summed in fp32, scaled once
-    rate = rates.copy_seconds(cluster, tokens * spec.vocab_size * each + extra)
+    rate = rates.copy_seconds(cluster, (tokens * spec.vocab_size * each + extra) / plan.layout.tp)
     seconds = rate.seconds * plan.batch.accumulation
     return term("logits and loss", "loss", seconds, f"{each} B a logit over {rate.source}", rate.confidence)
+
+
+def stepped_parameters(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
+    """Elements that one rank's optimizer steps: what the busiest rank holds, over the ranks that share it."""
+    layout, total = plan.layout, 0.0
+    shared = layout.dp_shard * layout.cp if plan.shard.stage >= 1 else 1
+    for h in busiest(plan, spec, cluster):
+        if not h.part.parameters:
+            continue
+        here = local_parameters(h.part, plan) * h.part.trainable / h.part.parameters
+        sparse = expert_weights(h.part) / layout.ep
+        if plan.adapter.rank:
+            width = sum(m.n + m.k for s in h.part.sublayers for m in s.matmuls if m.groups == 1)
+            here, sparse = plan.adapter.rank * width / layout.tp, 0.0
+        apart = min(sparse, here)
+        total += h.many * ((here - apart) / shared + apart / max(1, shared * layout.tp // layout.ep))
+    return total
 
 
 def optimizer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
@@ -79,12 +105,12 @@ def optimizer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     if plan.optimizer.implementation != "fused":
         each *= 2.6  # some fourteen separate passes (measured on CPU: 3.8 times the time of the fused step)
         each += 2.0 * wide if plan.recipe.clip_norm else 0.0  # the fused step clips on its way
-    each += wide  # the norm, taken in any case
+    each += wide + SEPARATE_PASSES.get(plan.shard.carrier, 0.0)  # the norm, taken in any case
     if plan.precision.cast == "weights" and plan.shard.carrier == "none":
         narrow = BYTES[plan.precision.block]
         each += (wide + narrow) * (2 if plan.precision.gradient != plan.precision.master else 1)  # widen, copy back
-    count = num_trainable(spec) / shards(plan)
-    rate = rates.copy_seconds(cluster, count * each)
+    away = min(1.0, plan.optimizer.cpu_share + plan.optimizer.nvme_share)
+    rate = rates.copy_seconds(cluster, stepped_parameters(plan, spec, cluster) * each * (1 - away))
     return term(
         "optimizer",
         "optimizer",

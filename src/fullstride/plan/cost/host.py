@@ -1,14 +1,16 @@
-"""Terms of the host: launching operators, and preparing data."""
+"""Terms of the host: launching operators, what is offloaded to it, and preparing data."""
 
 from __future__ import annotations
 
 from fullstride.cluster import rates
-from fullstride.cluster.cluster import Cluster
+from fullstride.cluster.catalogue import PCIE_BYTES
+from fullstride.cluster.cluster import DEFAULT_COEFFICIENTS, Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.compute import term
-from fullstride.plan.cost.pieces import pieces
+from fullstride.plan.cost.compute import stepped_parameters, term
+from fullstride.plan.cost.lanes import busiest, micro_seconds
+from fullstride.plan.cost.pieces import local_tokens
 from fullstride.plan.estimate import Term
-from fullstride.plan.facts import num_recomputed, num_tensors
+from fullstride.plan.facts import BYTES, num_tensors
 from fullstride.plan.plan import Plan
 
 BACKWARD_LAUNCHES = 2.0
@@ -17,8 +19,12 @@ SELECTIVE_LAUNCHES = 3.0
 """Selective recompute passes every operator through a Python dispatch mode, twice; assumed."""
 WRAPPER_SECONDS = 3e-4
 """Host time of FSDP2's hooks for one part and micro-batch, forward and backward; assumed."""
-STEP_SECONDS = 1e-3
+STEP_SECONDS = DEFAULT_COEFFICIENTS.step_seconds
 """Python of one step: batch, schedule, events; assumed."""
+NVME_BYTES = 3e9
+"""Bytes per second of one rank's share of a disk that was not measured; assumed."""
+HOST_ADAM_BYTES = 20e9
+"""Bytes per second at which one rank's processors step AdamW (DeepSpeed's CPUAdam); assumed where nothing was measured."""
 TOKEN_SECONDS = {"bytes": 3e-8}
 TOKENIZER_SECONDS = 1e-6
 """Preparing one token of a sample: bytes, or a Hugging Face tokenizer; assumed."""
@@ -27,16 +33,20 @@ TOKENIZER_SECONDS = 1e-6
 def launches(plan: Plan, spec: ModelSpec, cluster: Cluster, device_seconds: float) -> Term:
     """Host time to launch a step. On a GPU only what exceeds the device's work shows: a step is never faster than its host."""
     launch = rates.launch_seconds(cluster)
-    found = pieces(plan, spec, cluster)
-    operators = sum(part.count * piece.operators * (1 + BACKWARD_LAUNCHES) for part, piece in found)
-    extra = {"none": 0.0, "full": 1.0, "norm_activation": 1.0 if plan.compile.mode == "block" else SELECTIVE_LAUNCHES}
-    operators += sum(num_recomputed(plan, part) * piece.operators for part, piece in found) * extra[plan.recompute.mode]
+    held = busiest(plan, spec, cluster)
+    operators = 0.0
+    if not plan.compile.graphs:
+        extra = {"none": 0.0, "full": 1.0, "attention": 0.2}.get(plan.recompute.mode, 1.0)
+        if plan.recompute.mode == "norm_activation" and plan.compile.mode != "block":
+            extra = SELECTIVE_LAUNCHES
+        operators = sum(h.piece.operators * (h.many * (1 + BACKWARD_LAUNCHES) + h.recomputed * extra) for h in held)
     if plan.optimizer.implementation == "loop":
         operators += 14 * num_tensors(spec) / plan.batch.accumulation
-    seconds = operators * plan.batch.accumulation * launch.seconds + STEP_SECONDS
+    step = cluster.reached.step_seconds
+    seconds = operators * plan.batch.accumulation * launch.seconds + step
     if plan.shard.carrier == "fsdp2":
-        seconds += sum(part.count for part, _ in found) * WRAPPER_SECONDS * plan.batch.accumulation
-    exposed = seconds if cluster.device.kind == "cpu" else max(STEP_SECONDS, seconds - device_seconds)
+        seconds += sum(h.many for h in held) * WRAPPER_SECONDS * plan.batch.accumulation
+    exposed = seconds if cluster.device.kind == "cpu" else max(step, seconds - device_seconds)
     return term(
         "host launches",
         "host",
@@ -45,6 +55,36 @@ def launches(plan: Plan, spec: ModelSpec, cluster: Cluster, device_seconds: floa
         launch.confidence,
         exposed,
     )
+
+
+def offload(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Optimizer states on the host or on disk (ZeRO-Offload, arXiv 2101.06840), kept inputs of blocks on the host.
+
+    Gradients go down and weights come up, the processors step their share, disk states are read and written; activations
+    travel beside computation and show where the link is slower.
+    """
+    away, disk = min(1.0, plan.optimizer.cpu_share + plan.optimizer.nvme_share), plan.optimizer.nvme_share
+    keeps = plan.recompute.offload != "none" and plan.recompute.mode != "none"
+    if not away and not keeps:
+        return term("offload", "host", 0.0, "nothing is offloaded", "modelled")
+    figure = cluster.host.host_to_device
+    link = figure.value if figure else PCIE_BYTES[4] * 0.8
+    narrow, wide = BYTES[plan.precision.block], BYTES[plan.precision.gradient]
+    count = stepped_parameters(plan, spec, cluster)
+    speed = cluster.host.memory_bandwidth
+    rate = speed.value / max(1, cluster.groups[0].num_devices) if speed else HOST_ADAM_BYTES
+    seconds = count * away * ((narrow + wide) / link + 28.0 / rate)
+    write = cluster.host.disk_write
+    seconds += count * disk * 24.0 / (write.value / max(1, cluster.groups[0].num_devices) if write else NVME_BYTES)
+    exposed = seconds
+    if keeps:
+        held = busiest(plan, spec, cluster)
+        blocks = sum(h.recomputed for h in held)
+        size = local_tokens(plan) * spec.hidden_size * narrow / (plan.layout.tp if plan.layout.sequence_parallel else 1)
+        travel = 2 * blocks * size / (link if plan.recompute.offload == "cpu" else NVME_BYTES) * plan.batch.accumulation
+        cover = micro_seconds(plan, held) * plan.batch.accumulation * cluster.reached.hidden_share
+        seconds, exposed = seconds + travel, exposed + max(0.0, travel - cover)
+    return term("offload", "host", seconds, f"link {link / 1e9:.0f} GB/s, AdamW on the host", "assumed", exposed)
 
 
 def data(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:

@@ -1,22 +1,35 @@
-"""Times of the parts of a model for one micro-batch: what the terms are put together from."""
+"""Times of the parts of a model for one micro-batch on one rank: what the terms are put together from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
-from fullstride.model.spec import ModelSpec
+from fullstride.model.saved import cost_of
+from fullstride.model.spec import Attention, Matmul, ModelSpec, Sublayer
+from fullstride.plan.cost import inside
 from fullstride.plan.estimate import Confidence
-from fullstride.plan.facts import Part, compute_bytes, micro_tokens, once, parts, traffic
+from fullstride.plan.facts import BYTES, Part, compute_bytes, micro_tokens, once, parts
 from fullstride.plan.plan import Plan
 
 T = TypeVar("T")
 
 BACKWARD_TRAFFIC = 2.0
 """Memory-bound operators read the gradient and their inputs and write a gradient: about twice forward's bytes."""
+FUSED = ("megatron", "deepspeed")
+"""Carriers whose own blocks fuse memory-bound operators, compiled or not."""
+ROW_PARALLEL = ("out", "down")
+"""Products that tensor parallelism cuts along their inner size, by the end of the sublayer's name; others along the outer."""
+REPLICATED = ("attn.q", "attn.kv_a", "router")
+"""Products that every tensor-parallel rank has whole (latent attention's way down, the router), on its part of the tokens."""
+SCORE_PASSES = {"fused_softmax": (6.5, 9.5), "unfused": (14.5, 15.5)}
+"""Passes over the scores, forward and backward, where they stand whole: written by the first product; softmax reads and
+writes; dropout reads, writes, and its mask; read by the second; unfused adds scale, mask and widening."""
+QUANTISED_BYTES = {"tensorwise": 4.0, "rowwise": 4.5, "delayed": 4.0, "blockwise": 5.0, "mxfp8": 5.0, "nvfp4": 5.0}
+"""Bytes moved to quantise an element of a product's input: read 2, written narrow, straight and transposed, and scales."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +46,22 @@ class Piece:
     """Kernels launched in forward."""
     confidence: Confidence
     source: str
+    tensor: inside.Moved = inside.NOTHING
+    """Communication of tensor parallelism."""
+    context: inside.Moved = inside.NOTHING
+    experts: inside.Moved = inside.NOTHING
 
     @property
     def forward(self) -> float:
-        """All of forward."""
-        return self.products_forward + self.attention_forward + self.bound_forward
+        """All of forward, with the communication that shows."""
+        shown = self.tensor.forward_exposed + self.context.forward_exposed + self.experts.forward_exposed
+        return self.products_forward + self.attention_forward + self.bound_forward + shown
 
     @property
     def backward(self) -> float:
         """All of backward, nothing made again."""
-        return self.products_backward + self.attention_backward + self.bound_backward
+        shown = self.tensor.backward_exposed + self.context.backward_exposed + self.experts.backward_exposed
+        return self.products_backward + self.attention_backward + self.bound_backward + shown
 
 
 def once_for(spec: ModelSpec, cluster: Cluster, key: Any, make: Callable[[], T]) -> T:
@@ -74,67 +93,125 @@ def thread_factor(plan: Plan, cluster: Cluster) -> float:
     return measured / min(threads, share)
 
 
+def local_tokens(plan: Plan) -> float:
+    """Tokens of one micro-batch on one rank: context parallelism gives each a part of the sequence."""
+    return micro_tokens(plan) / plan.layout.cp
+
+
 def pieces(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[tuple[Part, Piece], ...]:
     """Each part of the model with its times."""
-    shape = (plan.batch.micro_batch, plan.workload.sequence_length, plan.precision.block, plan.precision.head)
+    layout, p = plan.layout, plan.precision
+    shape = (plan.batch.micro_batch, plan.workload.sequence_length, p.block, p.head, p.cast, p.fp8, _rows_of_head(plan))
+    cut = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, plan.overlap.tensor, plan.overlap.experts)
+    how = (plan.compile.mode, plan.shard.carrier in FUSED, plan.kernels.attention, plan.adapter.rank)
+    many = plan.batch.accumulation if p.fp8 != "off" else 1
     factor = thread_factor(plan, cluster)
-    key = ("pieces", shape, plan.precision.cast, plan.compile.mode, _rows_of_head(plan), factor)
-    return once_for(spec, cluster, key, lambda: tuple((p, _piece(p, plan, cluster, factor)) for p in parts(spec)))
+    key = ("pieces", shape, cut, how, many, factor)
+    return once_for(spec, cluster, key, lambda: tuple((part, _piece(part, plan, cluster, factor)) for part in parts(spec)))
 
 
-def _rows_of_head(plan: Plan) -> int:
+def _rows_of_head(plan: Plan) -> float:
     """Rows of one product of the head: a chunk's, or all."""
-    return min(plan.loss.chunk_tokens, micro_tokens(plan)) if plan.loss.kind == "chunked" else micro_tokens(plan)
+    tokens = local_tokens(plan)
+    return min(plan.loss.chunk_tokens, tokens) if plan.loss.kind == "chunked" else tokens
+
+
+class _Sum(NamedTuple):
+    """Seconds of some sublayers."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def plus(self, forward: float, backward: float) -> _Sum:
+        return _Sum(self.forward + forward, self.backward + backward)
 
 
 def _piece(part: Part, plan: Plan, cluster: Cluster, factor: float) -> Piece:
     dtype = plan.precision.head if part.group == "head" else plan.precision.block
-    tokens = micro_tokens(plan)
-    rows = _rows_of_head(plan) if part.group == "head" else tokens
-    forward = backward = attention_forward = attention_backward = moved = 0.0
+    product, attention = _Sum(), _Sum()
+    moved, back = 0.0, 0.0
     trust: Confidence = "modelled"
     operators, sources = 0, set()
     for sublayer in part.sublayers:
         for m in sublayer.matmuls:
-            there, back, rate = _product(cluster, dtype, round(rows * m.rows_per_token / m.groups), m.n, m.k)
-            forward += there * m.groups * tokens / rows
-            backward += back * m.groups * tokens / rows
-            trust = "assumed" if rate.confidence == "assumed" else trust
-            sources.add(rate.source)
-        if (core := sublayer.attention) is not None:
-            span = min(core.window, plan.workload.sequence_length) if core.window else plan.workload.sequence_length
-            there_, back_ = rates.attention_seconds(
-                cluster,
-                dtype,
-                plan.batch.micro_batch,
-                core.num_heads,
-                core.num_kv_heads,
-                core.head_dim,
-                plan.workload.sequence_length,
-                core.causal,
-            )
-            share = span / plan.workload.sequence_length
-            attention_forward += there_.seconds * share
-            attention_backward += back_.seconds * share
+            work = _product(part, sublayer, m, plan, cluster, dtype)
+            product = product.plus(work.forward, work.backward)
+            moved, back = moved + work.quantised_forward, back + work.quantised_backward
+            trust = "assumed" if work.rate.confidence == "assumed" else trust
+            sources.add(work.rate.source)
+        if sublayer.attention is not None:
+            attention = attention.plus(*_attention(sublayer.attention, plan, cluster, dtype))
+            operators += 0 if plan.kernels.attention == "sdpa" else 8
         if sublayer.kind != "loss":
-            cost = traffic(sublayer, plan)
-            moved += cost.bytes * tokens
-            operators += cost.operators
-    bound = rates.copy_seconds(cluster, moved).seconds
+            traffic, launched = _traffic(sublayer, plan)
+            moved, back = moved + traffic, back + BACKWARD_TRAFFIC * traffic
+            operators += launched
+    reached = 1.0 if cluster.device.kind == "cpu" else cluster.reached.traffic
     return Piece(
-        products_forward=forward * factor,
-        products_backward=backward * factor,
-        attention_forward=attention_forward * factor,
-        attention_backward=attention_backward * factor,
-        bound_forward=bound,
-        bound_backward=BACKWARD_TRAFFIC * bound,
+        products_forward=product.forward * factor,
+        products_backward=product.backward * factor,
+        attention_forward=attention.forward * factor,
+        attention_backward=attention.backward * factor,
+        bound_forward=rates.copy_seconds(cluster, moved * reached).seconds,
+        bound_backward=rates.copy_seconds(cluster, back * reached).seconds,
         operators=operators,
         confidence=trust,
         source=", ".join(sorted(sources)),
+        tensor=inside.tensor(part, plan, cluster),
+        context=inside.context(part, plan, cluster, attention.forward, attention.backward),
+        experts=inside.experts(part, plan, cluster),
     )
 
 
-def _product(cluster: Cluster, dtype: Any, rows: int, n: int, k: int) -> tuple[float, float, rates.Rate]:
+class _Product(NamedTuple):
+    forward: float
+    backward: float
+    quantised_forward: float
+    """Bytes moved to quantise inputs (and weights, once a step)."""
+    quantised_backward: float
+    rate: rates.Rate
+
+
+def local_shape(sublayer: Sublayer, m: Matmul, plan: Plan, tokens: float) -> tuple[float, int, int, int]:
+    """(rows, n, k, how many) of a product on one rank under tensor and expert parallelism."""
+    tp, ep = plan.layout.tp, plan.layout.ep
+    if m.groups > 1:  # experts lie whole on their ranks; sequence parallelism has split the tokens
+        groups = max(1, m.groups // ep)
+        return tokens * m.rows_per_token / tp / groups, m.n, m.k, groups
+    rows = tokens * m.rows_per_token
+    if tp == 1:
+        return rows, m.n, m.k, 1
+    if sublayer.name in REPLICATED:
+        return rows / (tp if plan.layout.sequence_parallel else 1), m.n, m.k, 1
+    if sublayer.name.rsplit(".", 1)[-1] in ROW_PARALLEL:
+        return rows, m.n, -(-m.k // tp), 1
+    return rows, -(-m.n // tp), m.k, 1
+
+
+def _product(part: Part, sublayer: Sublayer, m: Matmul, plan: Plan, cluster: Cluster, dtype: Any) -> _Product:
+    tokens = local_tokens(plan)
+    rows = _rows_of_head(plan) if part.group == "head" else tokens
+    each, n, k, groups = local_shape(sublayer, m, plan, rows)
+    times, fp8 = groups * tokens / rows, plan.precision.fp8
+    narrow = part.group == "blocks" and fp8 != "off" and sublayer.kind != "router"
+    if narrow:
+        wanted = "fp4" if fp8 == "nvfp4" else "fp8"
+        narrow = wanted in cluster.device.peak_flops
+        dtype = wanted if narrow else dtype
+    there, back, rate = _three(cluster, dtype, round(each), n, k)
+    if plan.adapter.rank:  # frozen weights have no gradient; the adapter's two thin products come on top
+        back = rates.matmul_seconds(cluster, dtype, max(1, round(each)), k, n).seconds
+        extra = 2.0 * plan.adapter.rank * (n + k) / (n * k)
+        there, back = there * (1 + extra), back * (1 + 2 * extra)
+    forward = backward = 0.0
+    if narrow:
+        width = QUANTISED_BYTES[fp8]
+        weights = groups * n * k * width / plan.batch.accumulation
+        forward, backward = width * each * k * groups + weights, width * each * n * groups
+    return _Product(there * times, back * times, forward, backward, rate)
+
+
+def _three(cluster: Cluster, dtype: Any, rows: int, n: int, k: int) -> tuple[float, float, rates.Rate]:
     """Forward, backward (input's and weight's gradient) of one product, and where forward's time comes from."""
 
     def make() -> tuple[float, float, rates.Rate]:
@@ -146,13 +223,56 @@ def _product(cluster: Cluster, dtype: Any, rows: int, n: int, k: int) -> tuple[f
     return once(cluster, ("product", dtype, rows, n, k), make)
 
 
+def _attention(core: Attention, plan: Plan, cluster: Cluster, dtype: Any) -> tuple[float, float]:
+    """Seconds forward and backward on one rank: heads over tensor ranks, queries over context ranks."""
+    length, layout = plan.workload.sequence_length, plan.layout
+    heads, kv_heads = max(1, core.num_heads // layout.tp), max(1, core.num_kv_heads // layout.tp)
+    if plan.kernels.attention != "sdpa":
+        return _scored(core, heads, plan, cluster, dtype)
+    size = (core.head_dim + core.value_dim) // 2
+    there, back = rates.attention_seconds(cluster, dtype, plan.batch.micro_batch, heads, kv_heads, size, length, core.causal)
+    share = (min(core.window, length) if core.window else length) / length / layout.cp
+    share *= 2.0 - share * layout.cp if core.window and core.causal else 1.0  # a window has no triangle left to save
+    return there.seconds * share, back.seconds * share
+
+
+def _scored(core: Attention, heads: int, plan: Plan, cluster: Cluster, dtype: Any) -> tuple[float, float]:
+    """Attention whose scores stand whole: two batched products, and passes over the scores; a causal mask saves nothing."""
+    length, count = plan.workload.sequence_length, plan.batch.micro_batch * heads
+    rows = max(1, length // plan.layout.cp)
+    scores = rates.matmul_seconds(cluster, dtype, rows * count, length, core.head_dim).seconds
+    values = rates.matmul_seconds(cluster, dtype, rows * count, core.value_dim, length).seconds
+    passes = SCORE_PASSES[plan.kernels.attention]
+    one = rates.copy_seconds(cluster, float(count) * rows * length * BYTES[plan.precision.block]).seconds
+    return scores + values + passes[0] * one, 2 * (scores + values) + passes[1] * one
+
+
+def _traffic(sublayer: Sublayer, plan: Plan) -> tuple[float, int]:
+    """Bytes that memory-bound operators of one forward move on one rank, and kernels launched."""
+    fused, cost = plan.compile.mode == "block" or plan.shard.carrier in FUSED, cost_of(sublayer, plan.precision.cast)
+    elements = cost.fused_elements if fused else cost.moved_elements
+    elements += cost.moved_pair_elements * plan.workload.sequence_length
+    share = 1.0
+    if plan.layout.tp > 1:
+        cut = sublayer.kind in ("activation", "rotary", "attention", "linear", "head", "experts")
+        share = 1.0 / plan.layout.tp if cut or plan.layout.sequence_parallel else 1.0
+    operators = cost.fused_operators if fused else cost.operators
+    return elements * share * compute_bytes(plan) * local_tokens(plan), operators
+
+
 def gradient_traffic(plan: Plan, spec: ModelSpec) -> float:
-    """Bytes that casts of weights and sums of gradients move in one step, whatever the number of tokens."""
+    """Bytes that casts of weights and sums of gradients move in one step, whatever the number of tokens, on one rank."""
     size, micro = compute_bytes(plan), plan.batch.accumulation
-    weights = sum(p.count * p.matmul_weights for p in parts(spec))
+    dense = sum(p.count * (p.matmul_weights - inside.expert_weights(p)) for p in parts(spec))
+    sparse = sum(p.count * inside.expert_weights(p) for p in parts(spec))
+    weights = (dense / plan.layout.tp + sparse / plan.layout.ep) / plan.layout.pp
+    if plan.adapter.rank:
+        return 0.0
     total = 0.0
     if plan.precision.cast == "autocast":  # forward narrows each weight, backward widens its gradient
         total += 2 * weights * (4 + size) * micro
+    if plan.shard.carrier in FUSED:  # the weight gradient's product adds to the main gradient itself
+        return total + weights * 2 * BYTES[plan.precision.gradient] * micro
     if micro > 1:  # read the new gradient and the sum, write the sum
         total += weights * (size + 8 if plan.precision.cast == "weights" else 12) * (micro - 1)
     return total

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost import comm, compute, host
+from fullstride.plan.cost import comm, compute, host, pipeline
 from fullstride.plan.estimate import Term
 from fullstride.plan.plan import Plan
 
@@ -21,9 +21,16 @@ DEVICE: tuple[TermMaker, ...] = (
     compute.loss,
     compute.optimizer,
     comm.all_reduce,
+    comm.own_reduce,
     comm.gather,
     comm.reduce,
     comm.copies,
+    comm.tensor,
+    comm.context,
+    comm.experts,
+    pipeline.sends,
+    pipeline.bubble,
+    host.offload,
 )
 """What the device does, one function each."""
 

@@ -1,0 +1,138 @@
+"""Communication inside forward and backward: tensor, context and expert parallelism, one part and one micro-batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fullstride.cluster import rates
+from fullstride.cluster.cluster import Cluster
+from fullstride.plan.facts import Part, compute_bytes, micro_tokens
+from fullstride.plan.plan import Plan
+
+
+class Moved(NamedTuple):
+    """Seconds of communication in forward and backward, and what of them computation does not hide."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_exposed: float = 0.0
+    backward_exposed: float = 0.0
+
+
+NOTHING = Moved()
+
+
+def ranks_inside(plan: Plan, cluster: Cluster, axis: str) -> int:
+    """How many ranks of a group along this axis share a node: the axes after it in the layout's order come first."""
+    layout = plan.layout
+    degree: dict[str, int] = {name: getattr(layout, name) for name in layout.order}
+    names: tuple[str, ...] = layout.order
+    place = names.index(axis) if axis in names else len(names)
+    stride = 1
+    for name in names[place + 1 :]:
+        stride *= degree[name]
+    size = degree.get(axis, 1)
+    return max(1, min(size, cluster.groups[0].num_devices // stride))
+
+
+def data_inside(plan: Plan, cluster: Cluster) -> int:
+    """Ranks of a sharding group (data and context ranks) on one node."""
+    layout = plan.layout
+    return max(1, min(layout.dp_shard * layout.cp, cluster.groups[0].num_devices // layout.tp))
+
+
+def expert_weights(part: Part) -> int:
+    """Elements of a part's experts."""
+    return sum(m.n * m.k * m.groups for s in part.sublayers for m in s.matmuls if m.groups > 1)
+
+
+def local_parameters(part: Part, plan: Plan) -> float:
+    """Elements of one of these parts on one rank, before any sharding by data ranks."""
+    sparse = expert_weights(part)
+    return (part.parameters - sparse) / plan.layout.tp + sparse / plan.layout.ep
+
+
+def _hidden(seconds: float, share: float, contention: float) -> float:
+    return seconds * (1 - share + contention * share)
+
+
+def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
+    """Tensor parallelism: after each product cut along its inner size the parts are summed (Shoeybi et al., arXiv 1909.08053).
+
+    With sequence parallelism an all-gather before and a reduce-scatter after move what the all-reduce did (arXiv 2205.05198);
+    backward the same, and one more gather of the saved input, which the weight's gradient hides.
+    """
+    tp = plan.layout.tp
+    if tp == 1:
+        return NOTHING
+    size = micro_tokens(plan) / plan.layout.cp * _hidden_size(part) * compute_bytes(plan)
+    near = ranks_inside(plan, cluster, "tp")
+
+    def one(op: str) -> float:
+        return rates.collective_seconds(cluster, op, size, tp, per_node=near).seconds  # type: ignore[arg-type]
+
+    split = plan.layout.sequence_parallel
+    pair = one("all_gather") + one("reduce_scatter") if split else one("all_reduce")
+    sums = sum(s.kind == "linear" and s.name.rsplit(".", 1)[-1] in ("out", "down") for s in part.sublayers)
+    forward = backward = sums * pair
+    if part.group == "embedding":
+        forward, backward = (one("reduce_scatter"), one("all_gather")) if split else (one("all_reduce"), 0.0)
+    elif part.group == "head":
+        forward, backward = (one("all_gather"), one("reduce_scatter")) if split else (0.0, one("all_reduce"))
+    share = cluster.reached.tensor_hidden if plan.overlap.tensor and part.group == "blocks" else 0.0
+    shown = (_hidden(t, share, cluster.reached.contention) for t in (forward, backward))
+    return Moved(forward, backward, *shown)
+
+
+def _hidden_size(part: Part) -> int:
+    """Width of the residual stream, from the part's own norm or product."""
+    for sublayer in part.sublayers:
+        for parameter in sublayer.parameters:
+            if sublayer.kind == "norm" and len(parameter.shape) == 1:
+                return parameter.shape[0]
+            if sublayer.kind == "embedding":
+                return parameter.shape[-1]
+    return max((m.k for s in part.sublayers for m in s.matmuls), default=0)
+
+
+def context(part: Part, plan: Plan, cluster: Cluster, forward: float, backward: float) -> Moved:
+    """Context parallelism by a ring: keys and values go round while queries meet them (Liu et al., arXiv 2310.01889).
+
+    `forward` and `backward` are the attention's own seconds, which hide the messages. Backward sends gradients too.
+    """
+    cp = plan.layout.cp
+    cores = [s.attention for s in part.sublayers if s.attention is not None]
+    if cp == 1 or not cores:
+        return NOTHING
+    core = cores[0]
+    each = core.num_kv_heads * (core.head_dim + core.value_dim) / plan.layout.tp
+    size = micro_tokens(plan) / cp * each * compute_bytes(plan)
+    near = ranks_inside(plan, cluster, "cp")
+    message = _message(cluster, size, across=near < cp)
+    there, back = (cp - 1) * message, 2 * (cp - 1) * message
+    share, contention = cluster.reached.hidden_share, cluster.reached.contention
+    shown = []
+    for seconds, cover in ((there, forward), (back, backward)):
+        hidden = min(seconds, share * cover)
+        shown.append(seconds - hidden + contention * hidden)
+    return Moved(there, back, *shown)
+
+
+def _message(cluster: Cluster, size: float, *, across: bool) -> float:
+    """Seconds of one message to a neighbour, which may be on another node."""
+    return rates.collective_seconds(cluster, "send_recv", size, 2, per_node=1 if across else 2).seconds
+
+
+def experts(part: Part, plan: Plan, cluster: Cluster) -> Moved:
+    """Expert parallelism: each token's rows go to their experts and back, forward and backward (all-to-all, balanced)."""
+    ep = plan.layout.ep
+    rows = max((m.rows_per_token for s in part.sublayers for m in s.matmuls if m.groups > 1), default=0.0)
+    if ep == 1 or not rows:
+        return NOTHING
+    tokens = micro_tokens(plan) / plan.layout.cp / plan.layout.tp
+    size = tokens * rows * _hidden_size(part) * compute_bytes(plan)
+    near = max(1, min(ep, cluster.groups[0].num_devices // (plan.layout.tp * plan.layout.cp)))
+    one = rates.collective_seconds(cluster, "all_to_all", size, ep, per_node=near).seconds
+    share = cluster.reached.expert_hidden if plan.overlap.experts else 0.0
+    shown = _hidden(2 * one, share, cluster.reached.contention)
+    return Moved(2 * one, 2 * one, shown, shown)
