@@ -53,6 +53,12 @@ class Part:
     matmul_weights: int
     """Elements that matrix products read: what autocast makes a copy of."""
     sublayers: tuple[Sublayer, ...]
+    experts: int = 0
+    """Elements of experts among the trainable parameters, which have a data-parallel degree of their own."""
+    adapters: int = 0
+    """Elements of low-rank adapters among the parameters."""
+    alive: float = 1.0
+    """Micro-batches whose activations stand here at the peak (pipelines)."""
 
 
 def parts(spec: ModelSpec) -> tuple[Part, ...]:

@@ -1,4 +1,4 @@
-"""Rows for what forward leaves for backward, sublayer by sublayer, and for logits.
+"""Rows for what forward leaves for backward, sublayer by sublayer.
 
 Counted tensor by tensor from the ModelSpec, not from a formula of the hidden size (Korthikanti et al., arXiv 2205.05198,
 gives the method; its 34sbh is for a GELU model with dropout).
@@ -7,138 +7,121 @@ gives the method; its 34sbh is for a GELU model with dropout).
 from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
-from fullstride.model.spec import ModelSpec
-from fullstride.plan.estimate import MomentName, Row
-from fullstride.plan.facts import (
-    BYTES,
-    Part,
-    compute_bytes,
-    fixed_bytes,
-    master_bytes,
-    micro_tokens,
-    num_recomputed,
-    once,
-    parts,
-    product_bytes,
-    residual_bytes,
-)
-from fullstride.plan.ledger.states import row
-from fullstride.plan.plan import Plan
-
-STANDING: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
+from fullstride.plan.estimate import MomentName, Row, RowKind
+from fullstride.plan.facts import Part, compute_bytes, once, residual_bytes
+from fullstride.plan.ledger.local import Local
+from fullstride.plan.ledger.row import STANDING, row
 
 
-def activations(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+def num_again(local: Local, part: Part) -> int:
+    """How many of a part's blocks are made again in backward, on this rank."""
+    again = local.plan.recompute
+    if again.mode == "none" or part.group != "blocks":
+        return 0
+    count = part.count // again.every
+    if not again.blocks:
+        return count
+    before = 0
+    for other in local.blocks:
+        if other is part:
+            return max(0, min(count, again.blocks - before))
+        before += other.count
+    return 0
+
+
+def activations(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """One row a sublayer, over all blocks that keep it; blocks made again keep their input, or their products too."""
-    return once(spec, ("activations", _shape(plan)), lambda: _activations(plan, spec))
+    return once(local.spec, ("activations", local.rank, _shape(local)), lambda: _activations(local))
 
 
-def _shape(plan: Plan) -> tuple[object, ...]:
+def _shape(local: Local) -> tuple[object, ...]:
     """All of a plan that activations depend on."""
-    p, again = plan.precision, plan.recompute
-    size = (plan.batch.micro_batch, plan.workload.sequence_length)
-    return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every)
+    plan = local.plan
+    p, again, pipe = plan.precision, plan.recompute, plan.pipeline
+    size = (plan.batch.micro_batch, plan.workload.sequence_length, plan.layout, plan.shard.carrier, plan.kernels.attention)
+    many = (pipe, plan.batch.accumulation if plan.layout.pp > 1 else 1, plan.adapter, p.fp8)
+    return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every, again.blocks, *many)
 
 
-def _activations(plan: Plan, spec: ModelSpec) -> tuple[Row, ...]:
-    sizes: dict[str, float] = {}
-    for part in parts(spec):
-        again = num_recomputed(plan, part)
+def _activations(local: Local) -> tuple[Row, ...]:
+    plan, sizes = local.plan, dict[str, float]()
+    for part in local.parts:
+        again = num_again(local, part)
         for sublayer in part.sublayers:
             if sublayer.kind == "loss":  # see `logits`
                 continue
-            size = (part.count - again) * fixed_bytes(sublayer, plan)
+            whole = local.kept(sublayer)
+            size = (part.count - again) * whole
             if again and plan.recompute.mode == "norm_activation":
-                size += again * product_bytes(sublayer, plan)
+                size += again * local.products(sublayer)
+            if again and plan.recompute.mode == "attention":
+                size += again * (whole - local.core(sublayer))
             name = sublayer.name if part.group == "blocks" else f"{part.group}: {sublayer.name}"
-            sizes[name] = sizes.get(name, 0.0) + size
+            sizes[name] = sizes.get(name, 0.0) + size * part.alive
     source = "tensors saved for backward, " + {"off": "eager", "block": "compiled"}[plan.compile.mode]
     return tuple(row(name, "activations", size, source, STANDING) for name, size in sizes.items() if size)
 
 
-def block_inputs(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """Inputs of blocks that are made again."""
-    again = sum(num_recomputed(plan, part) for part in parts(spec))
+def block_inputs(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """Inputs of blocks that are made again, and where they wait."""
+    plan = local.plan
+    if plan.recompute.mode == "attention":  # q, k and v stay: see `activations`
+        return ()
+    again = sum(num_again(local, part) * part.alive for part in local.parts)
     if not again:
         return ()
-    size = again * micro_tokens(plan) * spec.hidden_size * residual_bytes(plan)
-    return (row("block inputs", "activations", size, f"{again} blocks x tokens x hidden x {residual_bytes(plan)} B", STANDING),)
-
-
-def recomputed(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """The one block whose activations stand again while its backward runs."""
-    sizes = [_made_again(plan, part) for part in parts(spec) if num_recomputed(plan, part)]
-    if not sizes:
-        return ()
+    width = residual_bytes(plan)
+    each = local.stream_tokens * local.spec.hidden_size * width
+    source = f"{again:g} blocks x tokens x hidden x {width} B"
+    if plan.recompute.offload == "none":
+        return (row("block inputs", "activations", again * each, source, STANDING),)
+    there: RowKind = "host" if plan.recompute.offload == "cpu" else "disk"
     return (
-        row(
-            "one block made again",
-            "recompute",
-            max(sizes),
-            "all that it saves, less what was kept",
-            ("backward", "backward_end"),
-        ),
+        row("block inputs on their way", "activations", min(2, again) * each, "one leaves while one is made", STANDING),
+        row("block inputs (offloaded)", there, again * each, source, STANDING),
     )
 
 
-def _made_again(plan: Plan, part: Part) -> float:
-    whole = sum(fixed_bytes(s, plan) for s in part.sublayers)
-    kept = sum(product_bytes(s, plan) for s in part.sublayers) if plan.recompute.mode == "norm_activation" else 0.0
+def recomputed(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """The one block whose activations stand again while its backward runs."""
+    sizes = [_made_again(local, part) for part in local.parts if num_again(local, part)]
+    if not sizes:
+        return ()
+    source = "all that it saves, less what was kept"
+    return (row("one block made again", "recompute", max(sizes), source, ("backward", "backward_end")),)
+
+
+def _made_again(local: Local, part: Part) -> float:
+    mode = local.plan.recompute.mode
+    if mode == "attention":
+        return sum(local.core(s) for s in part.sublayers)
+    whole = sum(local.kept(s) for s in part.sublayers)
+    kept = sum(local.products(s) for s in part.sublayers) if mode == "norm_activation" else 0.0
     return max(0.0, whole - kept)
 
 
-def block_gradients(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
+def block_gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """Gradients of activations in the block whose backward runs: its widest product's (what they replace is
     let go as they are made), and the stream's.
     """
-    blocks = [part for part in parts(spec) if part.group == "blocks"]
-    widest = max((m.n * m.rows_per_token for part in blocks for s in part.sublayers for m in s.matmuls), default=0.0)
-    stream = 2 * spec.hidden_size * residual_bytes(plan)
-    size = micro_tokens(plan) * (widest * compute_bytes(plan) + stream)
-    return (
-        row(
-            "gradients of one block's activations",
-            "temporary",
-            size,
-            "widest product + 2 x residual stream",
-            ("backward", "backward_end"),
-        ),
-    )
+    plan = local.plan
+    products = [m.n * m.rows_per_token for part in local.blocks for s in part.sublayers for m in s.matmuls]
+    widest = max((_width(local, elements) for elements in products), default=0)
+    size = local.micro_tokens * widest * compute_bytes(plan)
+    size += local.stream_tokens * 2 * local.spec.hidden_size * residual_bytes(plan)
+    source = "widest product + 2 x residual stream"
+    return (row("gradients of one block's activations", "temporary", size, source, ("backward", "backward_end")),)
 
 
-def logits(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """Logits and the softmax's copies; by chunks, one chunk's and the sums that it leaves."""
-    head, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
-    copy = wide if head != wide else 0
-    if plan.loss.kind == "model":
-        count = micro_tokens(plan) * spec.vocab_size
-        forward = row(
-            "logits, widened, log-softmax",
-            "logits",
-            count * (head + copy + wide),
-            f"tokens x vocabulary x ({head} + {copy} + {wide}) B",
-            ("forward_end",),
-        )
-        backward = row(
-            "log-softmax and two gradients",
-            "logits",
-            count * 3 * wide,
-            f"tokens x vocabulary x 3 x {wide} B",
-            ("loss",),
-        )
-        return (forward, backward)
-    chunk = min(plan.loss.chunk_tokens, micro_tokens(plan)) * spec.vocab_size
-    each = 2 * head if plan.compile.mode == "block" else max(head + copy, 2 * wide)  # logsumexp makes a copy
-    narrow = head if plan.precision.cast == "autocast" else 0  # the weight's own copy, made once
-    weight, hidden = spec.vocab_size * spec.hidden_size, micro_tokens(plan) * spec.hidden_size
-    return (
-        row("one chunk of logits", "logits", chunk * each, f"chunk x vocabulary x {each} B", ("forward_end",)),
-        row(
-            "gradient of the head's weight",
-            "logits",
-            weight * (max(4, master_bytes(plan)) + narrow),
-            "vocabulary x hidden, summed in fp32",
-            ("forward_end", "loss"),
-        ),
-        row("gradient of the head's input", "logits", hidden * compute_bytes(plan), "tokens x hidden", ("forward_end", "loss")),
-    )
+def _width(local: Local, elements: float) -> float:
+    """Elements of a product's output on this rank: the widest ones are column-parallel."""
+    return elements / local.plan.layout.tp if elements > local.spec.hidden_size else elements
+
+
+def pipeline_buffers(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """What a stage receives ahead: a micro-batch's stream from before it, and its gradient from behind."""
+    if local.plan.layout.pp == 1:
+        return ()
+    size = 2 * local.stream_tokens * local.spec.hidden_size * compute_bytes(local.plan)
+    moments: tuple[MomentName, ...] = (*STANDING, "backward_end")
+    return (row("received from other stages", "communication", size, "2 x tokens x hidden", moments),)

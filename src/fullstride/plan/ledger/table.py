@@ -1,68 +1,116 @@
-"""The ledger: all rows of a Plan, and what they add up to at each moment of a step."""
+"""The ledger: all rows of a Plan on every pipeline rank, and what they add up to at each moment of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.estimate import Moment, Row
-from fullstride.plan.ledger import activations, carriers, states
+from fullstride.plan.estimate import Moment, MomentName, Row
+from fullstride.plan.ledger import activations, carriers, megatron, states, tiers
+from fullstride.plan.ledger.local import Local, local_of
+from fullstride.plan.ledger.logits import logits
+from fullstride.plan.ledger.row import ALL, RowMaker, row
 from fullstride.plan.plan import Plan
 
-RowMaker: TypeAlias = Callable[[Plan, ModelSpec, Cluster], tuple[Row, ...]]
-
-MAKERS: tuple[RowMaker, ...] = (
-    states.weights,
-    states.optimizer_states,
-    states.gradients,
-    states.early_gradients,
+OWN_STATES: tuple[RowMaker, ...] = (states.weights, states.optimizer_states, states.gradients, states.early_gradients)
+MEGATRON_STATES: tuple[RowMaker, ...] = (megatron.weights, megatron.optimizer_states, megatron.gradients)
+KEPT: tuple[RowMaker, ...] = (
     activations.activations,
     activations.block_inputs,
     activations.recomputed,
     activations.block_gradients,
-    activations.logits,
+    logits,
+    activations.pipeline_buffers,
+)
+AROUND: tuple[RowMaker, ...] = (
+    megatron.attention_buffers,
+    megatron.mask,
+    megatron.left_over,
+    megatron.fp8_copies,
+    megatron.stand_ins,
+    megatron.workspaces,
     carriers.gathered,
     carriers.gather_buffer,
     carriers.reduce_buffers,
     carriers.autocast_casts,
-    states.optimizer_temporaries,
-    carriers.context,
+    tiers.optimizer_tiers,
 )
+LAST: tuple[RowMaker, ...] = (carriers.context,)
+MAKERS: tuple[RowMaker, ...] = (*OWN_STATES, *KEPT, *AROUND, states.optimizer_temporaries, *LAST)
 """Everything that takes memory, one function each."""
+MEGATRON: tuple[RowMaker, ...] = (*MEGATRON_STATES, *KEPT, *AROUND, *LAST)
+"""The same under Megatron's conventions."""
 
-OUTSIDE = ("context", "fragmentation")
-"""Kinds that torch's allocator does not report."""
+ELSEWHERE = ("host", "disk")
+"""Kinds that are not device memory."""
+OUTSIDE = ("context", "fragmentation", *ELSEWHERE)
+"""Kinds that torch's allocator does not report as allocated."""
 FRAGMENTATION = 0.03
 """Share of the allocated peak that the allocator holds in pieces of the wrong size; modelled."""
+IN_STEP: tuple[MomentName, ...] = ("forward_end", "loss", "backward", "backward_end")
+"""Moments of the first step before the optimizer has made its states."""
 
 
 def ledger(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
-    """Every row of the fullest rank; the last is fragmentation, a share of the peak of the others."""
-    rows = [item for make in MAKERS for item in make(plan, spec, cluster)]
+    """Every row of the fullest data-parallel rank of each pipeline rank (`Row.stage`).
+
+    The last row of each is fragmentation, a share of the peak of the others.
+    """
+    found: list[Row] = []
+    for rank in range(plan.layout.pp):
+        found += _rows(local_of(plan, spec, rank), cluster)
+    return tuple(found)
+
+
+def _rows(local: Local, cluster: Cluster) -> list[Row]:
+    makers = MEGATRON if local.plan.shard.carrier == "megatron" else MAKERS
+    rows = _first_step([item for make in makers for item in make(local, cluster)])
     peak = peak_of(moments_of(tuple(rows), inside=True))
-    rows.append(
-        states.row(
-            "fragmentation",
-            "fragmentation",
-            FRAGMENTATION * peak.bytes,
-            f"{FRAGMENTATION:.0%} of the allocated peak",
-            states.ALL,
-        )
+    source = f"{FRAGMENTATION:.0%} of the allocated peak"
+    rows.append(row("fragmentation", "fragmentation", FRAGMENTATION * peak.bytes, source, ALL))
+    return [_on_stage(item, local.rank) for item in rows] if local.rank else rows
+
+
+def _first_step(rows: list[Row]) -> list[Row]:
+    """Mark the rows that stand at the fullest moment before late optimizer states exist."""
+    early = tuple(item for item in rows if not (item.kind == "optimizer" and "load" not in item.moments))
+    sums = {moment.name: moment.bytes for moment in moments_of(early, inside=True)}
+    fullest = max(IN_STEP, key=lambda name: sums[name])
+    marked = {id(item) for item in early if fullest in item.moments and "first_step" not in item.moments}
+    return [_with(item, moments=("first_step", *item.moments)) if id(item) in marked else item for item in rows]
+
+
+def _with(item: Row, *, moments: tuple[MomentName, ...] | None = None, stage: int | None = None) -> Row:
+    return Row(
+        name=item.name,
+        kind=item.kind,
+        bytes=item.bytes,
+        source=item.source,
+        confidence=item.confidence,
+        moments=item.moments if moments is None else moments,
+        stage=item.stage if stage is None else stage,
     )
-    return tuple(rows)
 
 
-def moments_of(rows: tuple[Row, ...], *, inside: bool = False) -> tuple[Moment, ...]:
-    """The sum of the rows at each moment; `inside` counts what torch's allocator reports."""
-    sums = dict.fromkeys(states.ALL, 0)
+def _on_stage(item: Row, rank: int) -> Row:
+    return _with(item, stage=rank)
+
+
+def moments_of(rows: tuple[Row, ...], *, inside: bool = False, stage: int | None = None) -> tuple[Moment, ...]:
+    """The sum of the rows at each moment, on one pipeline rank, or (`stage` None) on the one with the highest peak.
+
+    `inside` counts what torch's allocator reports.
+    """
+    ranks = {item.stage for item in rows} or {0}
+    if stage is not None:
+        ranks = {stage}
+    sums = {rank: dict.fromkeys(ALL, 0) for rank in ranks}
+    left_out = OUTSIDE if inside else ELSEWHERE
     for item in rows:
-        if inside and item.kind in OUTSIDE:
-            continue
-        for name in item.moments:
-            sums[name] += item.bytes
-    return tuple(Moment(name=name, bytes=size) for name, size in sums.items())
+        if item.kind not in left_out and item.stage in sums:
+            for name in item.moments:
+                sums[item.stage][name] += item.bytes
+    fullest = max(sorted(sums), key=lambda rank: max(sums[rank].values()))
+    return tuple(Moment(name=name, bytes=size) for name, size in sums[fullest].items())
 
 
 def peak_of(moments: tuple[Moment, ...]) -> Moment:

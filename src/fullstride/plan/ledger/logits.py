@@ -1,0 +1,67 @@
+"""Rows for logits and loss, on the stage that has the head; cut by tensor parallelism along the vocabulary."""
+
+from __future__ import annotations
+
+from fullstride.cluster.cluster import Cluster
+from fullstride.plan.estimate import MomentName, Row
+from fullstride.plan.facts import BYTES, compute_bytes, master_bytes
+from fullstride.plan.ledger.cuts import padded_vocabulary
+from fullstride.plan.ledger.local import Local
+from fullstride.plan.ledger.row import row
+
+AHEAD: tuple[MomentName, ...] = ("forward_end",)
+
+
+def logits(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """Logits and the softmax's copies; by chunks, one chunk's and the sums that it leaves."""
+    plan = local.plan
+    if not local.head.count:
+        return ()
+    vocabulary = padded_vocabulary(plan, local.spec.vocab_size) // plan.layout.tp
+    if plan.loss.kind == "chunked":
+        return _chunked(local, vocabulary)
+    if plan.shard.carrier == "megatron":
+        return _megatron(local, vocabulary)
+    head, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
+    copy = wide if head != wide else 0
+    count = local.micro_tokens * vocabulary
+    source = f"tokens x vocabulary x ({head} + {copy} + {wide}) B"
+    forward = row("logits, widened, log-softmax", "logits", count * (head + copy + wide), source, AHEAD)
+    source = f"tokens x vocabulary x 3 x {wide} B"
+    return (forward, row("log-softmax and two gradients", "logits", count * 3 * wide, source, ("loss",)))
+
+
+def _chunked(local: Local, vocabulary: int) -> tuple[Row, ...]:
+    plan = local.plan
+    head, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
+    copy = wide if head != wide else 0
+    chunk = min(plan.loss.chunk_tokens, local.micro_tokens) * vocabulary
+    each = 2 * head if plan.compile.mode == "block" else max(head + copy, 2 * wide)  # logsumexp makes a copy
+    narrow = head if plan.precision.cast == "autocast" else 0  # the weight's own copy, made once
+    weight, hidden = vocabulary * local.spec.hidden_size, local.micro_tokens * local.spec.hidden_size
+    held = weight * (max(4, master_bytes(plan)) + narrow) if not plan.adapter.rank else weight * narrow
+    moments: tuple[MomentName, ...] = (*AHEAD, "loss")
+    return (
+        row("one chunk of logits", "logits", chunk * each, f"chunk x vocabulary x {each} B", AHEAD),
+        row("gradient of the head's weight", "logits", held, "vocabulary x hidden, summed in fp32", moments),
+        row("gradient of the head's input", "logits", hidden * compute_bytes(plan), "tokens x hidden", moments),
+    )
+
+
+def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
+    """Vocabulary-parallel cross entropy (megatron/core/tensor_parallel/cross_entropy.py): one fp32 copy, then all in place.
+
+    The scripted fusion (core/fusions) makes a second fp32 copy; Transformer Engine's kernel works in the logits themselves.
+    """
+    plan, count = local.plan, local.micro_tokens * vocabulary
+    head = BYTES[plan.precision.head]
+    wide = {"no": 4 if head < 4 else 0, "script": 8, "native": 0}[plan.loss.fused]
+    source = f"tokens x padded vocabulary / tp x ({head} + {wide}) B"
+    found = [row("logits and fp32 copies", "logits", count * (head + wide), source, (*AHEAD, "loss"))]
+    if plan.loss.fused == "native":  # the gradient of the head's weight is made while logits still stand
+        weight = vocabulary * local.spec.hidden_size * head
+        found.append(row("gradient of the head's weight", "logits", weight, "vocabulary x hidden, or its stand-in", ("loss",)))
+    if plan.layout.tp > 1 and plan.layout.sequence_parallel:
+        whole = local.micro_tokens * local.spec.hidden_size * compute_bytes(plan)
+        found.append(row("gathered input of the head", "communication", whole, "tokens x hidden", (*AHEAD, "loss")))
+    return tuple(found)
