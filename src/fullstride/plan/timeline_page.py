@@ -1,0 +1,187 @@
+"""A simulated pipeline as a Document: the picture, idle shares, memory over time, and what the ranks wait for.
+
+`report.perfetto.trace_json(timeline_block(...))` and `report.html.html_of(timeline_document(...))` make files of it.
+"""
+
+from __future__ import annotations
+
+from fullstride.plan.schedule.action import Action, ActionKind
+from fullstride.plan.simulate import ActionRun, PipelineTimeline, RankTimeline
+from fullstride.report.document import (
+    AnyBlock,
+    Bar,
+    Chart,
+    Column,
+    Document,
+    Heading,
+    Stat,
+    Stats,
+    Table,
+    TableRow,
+    Text,
+    Timeline,
+    Trace,
+)
+from fullstride.units import format_bytes, format_percent, format_seconds
+
+WORDS: dict[ActionKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input_grad": "input gradient",
+    "weight_grad": "weight gradient",
+    "send_forward": "send",
+    "send_backward": "send",
+    "reduce": "reduce",
+    "optimizer": "optimizer",
+}
+_COMPUTE = ("forward", "backward", "input_grad", "weight_grad", "optimizer")
+_MOST_BARS = 4000
+"""A picture with more cannot be read, and takes long to open."""
+_MOST_WAITS = 10
+_MOST_LINES = 16
+
+
+def timeline_document(
+    timeline: PipelineTimeline, *, title: str, subtitle: str = "simulated, not measured", most_bars: int = _MOST_BARS
+) -> Document:
+    """Everything about a simulated step.
+
+    Args:
+        timeline: simulated with `record=True`.
+        title: of the page.
+        subtitle: under it.
+        most_bars: bars of the picture; a longer step is cut, and the picture says where.
+    """
+    blocks: list[AnyBlock] = [_figures(timeline), timeline_block(timeline, most_bars=most_bars), _ranks(timeline)]
+    blocks += [*_waits(timeline), *_memory(timeline)]
+    return Document(title=title, subtitle=subtitle, blocks=tuple(blocks))
+
+
+def timeline_block(timeline: PipelineTimeline, *, title: str = "Pipeline", most_bars: int = 0) -> Timeline:
+    """The picture: a lane a rank, and one below it for its messages and reduces.
+
+    Args:
+        timeline: simulated with `record=True`.
+        title: of the picture.
+        most_bars: bars from the start on; 0 for all.
+    """
+    bars = [_bar(run) for run in timeline.runs]
+    note = ""
+    if most_bars and len(bars) > most_bars:
+        end = sorted(bar.start for bar in bars)[most_bars]
+        bars = [bar for bar in bars if bar.start < end]
+        note = f"The first {format_seconds(end)} of {format_seconds(timeline.step_seconds)}."
+    kinds = list(WORDS.values())
+    bars.sort(key=lambda bar: (_lane_place(bar.lane), bar.start, kinds.index(bar.kind)))
+    return Timeline(title=title, bars=tuple(bars), note=note)
+
+
+def _lane_place(lane: str) -> tuple[int, bool]:
+    return int(lane.split()[1]), "messages" in lane
+
+
+def _bar(run: ActionRun) -> Bar:
+    lane = f"rank {run.action.rank}{'' if run.action.kind in _COMPUTE else ' messages'}"
+    return Bar(lane=lane, name=action_words(run.action), kind=WORDS[run.action.kind], start=run.start, end=run.end)
+
+
+def action_words(action: Action) -> str:
+    """`forward of samples 0 to 1, chunk 0`."""
+    if action.kind == "optimizer":
+        return "optimizer"
+    if action.kind == "reduce":
+        return f"reduce of chunk {action.chunk}"
+    last = action.hi - 1
+    samples = f"sample {last}" if last == action.lo else f"samples {action.lo} to {last}"
+    peer = f" to rank {action.peer}" if action.kind.startswith("send") else ""
+    what = action.kind.replace("_", " ").replace("grad", "gradient")
+    return f"{what} of {samples}, chunk {action.chunk}{peer}"
+
+
+def _figures(timeline: PipelineTimeline) -> Stats:
+    worst = max(timeline.ranks, key=lambda rank: rank.idle_share)
+    items = [
+        Stat(label="step", value=format_seconds(timeline.step_seconds), note="with reduces and optimizer"),
+        Stat(
+            label="bubble",
+            value=format_percent(timeline.bubble_share),
+            note="of first forward to last backward, mean over ranks",
+        ),
+        Stat(label="most idle", value=format_percent(worst.idle_share), note=f"rank {worst.rank}"),
+    ]
+    if timeline.peak_bytes > 0:
+        fullest = max(timeline.ranks, key=lambda rank: rank.peak_bytes)
+        items.append(Stat(label="peak", value=format_bytes(round(fullest.peak_bytes)), note=f"rank {fullest.rank}"))
+    return Stats(items=tuple(items))
+
+
+def _ranks(timeline: PipelineTimeline) -> Table:
+    names = ("rank", "busy", "idle", "begins", "ends", "samples alive at most", "peak")
+    return Table(
+        title="Ranks",
+        columns=tuple(Column(name=name, align="left" if name == "rank" else "right") for name in names),
+        rows=tuple(TableRow(cells=_rank_cells(rank)) for rank in timeline.ranks),
+        note="Samples alive are given by chunk, from forward until the weights' gradients are made.",
+    )
+
+
+def _rank_cells(rank: RankTimeline) -> tuple[str, ...]:
+    times = (format_seconds(rank.busy_seconds), format_percent(rank.idle_share), *map(format_seconds, (rank.start, rank.end)))
+    alive = " + ".join(str(count) for count in rank.peak_samples) or "0"
+    return (str(rank.rank), *times, alive, format_bytes(round(rank.peak_bytes)))
+
+
+def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
+    if not timeline.waits:
+        return ()
+    longest = sorted(timeline.waits, key=lambda wait: wait.start - wait.end)[:_MOST_WAITS]
+    rows = [
+        TableRow(
+            cells=(
+                str(wait.action.rank),
+                format_seconds(wait.end - wait.start),
+                format_seconds(wait.start),
+                _reason(wait.action),
+            )
+        )
+        for wait in longest
+    ]
+    total = sum(wait.end - wait.start for wait in timeline.waits)
+    told = f"{len(timeline.waits)} waits, {format_seconds(total / len(timeline.ranks))} a rank on average; the longest:"
+    names = ("rank", "waits", "from", "for")
+    columns = tuple(Column(name=name, align="right" if name in ("waits", "from") else "left") for name in names)
+    return Heading(text="What ranks wait for"), Text(text=told), Table(columns=columns, rows=tuple(rows))
+
+
+def _reason(action: Action) -> str:
+    what = "activations" if action.kind == "recv_forward" else "gradients"
+    return f"{what} of samples {action.lo} to {action.hi - 1} from rank {action.peer}, chunk {action.chunk}"
+
+
+def _memory(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
+    shown = [rank for rank in timeline.ranks if len(rank.memory) > 1][:_MOST_LINES]
+    if not shown or timeline.peak_bytes <= 0:
+        return ()
+    note = "" if len(shown) == len(timeline.ranks) else f"The first {len(shown)} of {len(timeline.ranks)} ranks."
+    chart = Chart(
+        title="Memory over the step",
+        form="line",
+        traces=tuple(_memory_trace(rank) for rank in shown),
+        x_label="seconds",
+        y_label="GiB",
+        note=note,
+    )
+    return (chart,)
+
+
+def _memory_trace(rank: RankTimeline) -> Trace:
+    """Memory as steps: each point twice, with the bytes before and after."""
+    times: list[float] = []
+    sizes: list[float] = []
+    for time, size in rank.memory:
+        if sizes:
+            times.append(time)
+            sizes.append(sizes[-1])
+        times.append(time)
+        sizes.append(size / 2**30)
+    return Trace(name=f"rank {rank.rank}", x=tuple(times), y=tuple(sizes))
