@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from fullstride.model.assemble import assemble
 from fullstride.model.spec import Attention, ModelSpec, Stack, Sublayer
 from fullstride.model.tape import Tape, Tensor
@@ -35,6 +37,8 @@ class ExpertSizes:
     per_token: int
     ffn: int
     shared_ffn: int = 0
+    grouped: bool = True
+    """One grouped product for all experts (`--moe-grouped-gemm`), not one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class MegatronShape:
     expert_layers: tuple[bool, ...] = ()
     """Which layers are mixtures; empty for all when there are experts."""
     latent: LatentSizes | None = None
+    predictions: int = 0
+    """Layers of multi-token prediction after the last one, each with logits of its own (`--mtp-num-layers`)."""
 
 
 def megatron_spec(shape: MegatronShape, name: str) -> ModelSpec:
@@ -117,6 +123,7 @@ def _norm(tape: Tape, x: Tensor, path: str, size: int, shape: MegatronShape) -> 
 
 
 def _block(tape: Tape, shape: MegatronShape, *, sparse: bool) -> None:
+    """One transformer layer, in the order of the code."""
     x = tape.source("input", shape.hidden, tape.weights)
     tape.at("norm1", "norm")
     normed = _norm(tape, x, "self_attention.linear_qkv.layer_norm", shape.hidden, shape)
@@ -202,7 +209,7 @@ def _experts(tape: Tape, x: Tensor, shape: MegatronShape) -> Tensor:
     tape.at("router", "router")
     tape.parameter("mlp.router.weight", (moe.count, hidden), "router")
     scores = tape.softmax(tape.product(x, "mlp.router", moe.count, hidden))
-    tape.at("experts", "experts")
+    tape.at("experts" if moe.grouped else "experts.apart", "experts")
     width = ffn * (2 if shape.gated else 1)
     tape.parameter("mlp.experts.linear_fc1.weight", (moe.count, width, hidden), "expert")
     tape.parameter("mlp.experts.linear_fc2.weight", (moe.count, hidden, ffn), "expert")
@@ -210,6 +217,8 @@ def _experts(tape: Tape, x: Tensor, shape: MegatronShape) -> Tensor:
     rows = tape.gather(x, places, k * hidden, name="rows_sorted")
     wide = tape.product(rows, "mlp.experts.linear_fc1", width, hidden, rows=k, groups=moe.count)
     product = tape.op("activated", (wide, scores), k * ffn, saves=(wide,), dtype=wide.dtype)
+    if not shape.gated:  # SwiGLU takes the router's weights into its kernel
+        product = tape.op("weighted", (product, scores), k * ffn, saves=(product,), dtype=product.dtype)
     out = tape.product(product, "mlp.experts.linear_fc2", hidden, ffn, rows=k, groups=moe.count)
     back = tape.gather(out, places, hidden, name="rows_restored")
     if not moe.shared_ffn:
@@ -231,7 +240,26 @@ def _embedding(tape: Tape, shape: MegatronShape) -> None:
     tape.dropout(x, shape.dropout)
 
 
+def _ahead(shape: MegatronShape, number: int) -> tuple[Sublayer, ...]:
+    """A layer that predicts one token further: norms of stream and embedding, joined by a product, then a layer."""
+
+    def join(tape: Tape) -> None:
+        hidden = shape.hidden
+        tape.at("norms", "norm")
+        x = _norm(tape, tape.source("input", hidden, tape.weights), "enorm", hidden, shape)
+        y = _norm(tape, tape.source("other", hidden, tape.weights), "hnorm", hidden, shape)
+        tape.at("eh_proj", "linear")
+        tape.linear(tape.cat((x, y)), "eh_proj", hidden, 2 * hidden)
+        tape.at("final_norm", "norm")
+        _norm(tape, tape.source("last", hidden, tape.weights), "final_layernorm", hidden, shape)
+
+    layer = assemble(partial(_block, shape=shape, sparse=bool(_kinds(shape)[-1])), compiles=False)
+    return tuple(replace(s, name=f"mtp{number}.{s.name}") for s in (*assemble(join, compiles=False), *layer))
+
+
 def _tail(shape: MegatronShape) -> tuple[Sublayer, ...]:
+    ahead = [sublayer for number in range(shape.predictions) for sublayer in _ahead(shape, number)]
+
     def forward(tape: Tape) -> None:
         tape.at("norm", "norm")
         x = _norm(tape, tape.source("input", shape.hidden, tape.weights), "decoder.final_layernorm", shape.hidden, shape)
@@ -244,4 +272,4 @@ def _tail(shape: MegatronShape) -> tuple[Sublayer, ...]:
         wide = tape.softmax(tape.to(logits, tape.fp32))
         tape.op("nll", (wide, labels), 1, saves=(wide, labels), kind="reduction")
 
-    return assemble(forward, compiles=False)
+    return (*ahead, *assemble(forward, compiles=False))

@@ -63,6 +63,6 @@ def kept_share(saved: Saved, sublayer: Sublayer, layout: Layout) -> float:
     cut = sublayer.kind in CUT_KINDS or is_row(sublayer) or sublayer.name.endswith("qk_norm")
     if saved.per == "position":  # tables are made whole on every rank
         return share
-    if sublayer.kind == "experts":
-        return share / layout.tp
+    if sublayer.kind == "experts":  # ranks that share an expert each have all of its rows
+        return share / layout.tp * (layout.expert_tp if saved.name == "rows_sorted" else 1)
     return share / layout.tp if cut or layout.sequence_parallel else share

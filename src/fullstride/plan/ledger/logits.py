@@ -48,12 +48,17 @@ def _chunked(local: Local, vocabulary: int) -> tuple[Row, ...]:
     )
 
 
+def predictions(local: Local) -> int:
+    """Further tokens that are predicted at once, each with logits of its own."""
+    return len({s.name.split(".")[0] for s in local.head.sublayers if s.name.startswith("mtp")})
+
+
 def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
     """Vocabulary-parallel cross entropy (megatron/core/tensor_parallel/cross_entropy.py): one fp32 copy, then all in place.
 
     The scripted fusion (core/fusions) makes a second fp32 copy; Transformer Engine's kernel works in the logits themselves.
     """
-    plan, count = local.plan, local.micro_tokens * vocabulary
+    plan, count = local.plan, local.micro_tokens * vocabulary * (1 + predictions(local))
     head = BYTES[plan.precision.head]
     wide = {"no": 4 if head < 4 else 0, "script": 8, "native": 0}[plan.loss.fused]
     source = f"tokens x padded vocabulary / tp x ({head} + {wide}) B"

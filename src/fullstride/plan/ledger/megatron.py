@@ -29,6 +29,8 @@ HANDLES = 2
 """The forward thread and autograd's thread each have a cuBLAS handle with a workspace of its own."""
 MASKED = ("megatron-te", "megatron-local")
 """Families whose data loader makes an attention mask."""
+STREAMS = 4
+"""Streams that Transformer Engine spreads grouped products over, each with a workspace (te/pytorch/cpp_extensions/gemm.py)."""
 UNITS = 2
 """Whole layers that stand gathered under Megatron-FSDP."""
 
@@ -95,10 +97,13 @@ def workspaces(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     each = _configured(local.plan.comm.env.get("CUBLAS_WORKSPACE_CONFIG", ""))
     each = each or (32 * MIB if big else 8 * MIB + 128 * 1024)
     found = [assumed("cuBLAS workspaces", "workspace", HANDLES * each, f"{HANDLES} handles x {each / MIB:g} MiB")]
-    if local.spec.family != "megatron-local":
-        found.append(
-            assumed("Transformer Engine's workspace", "workspace", (32 if big else 4) * MIB, "te/pytorch/module/base.py")
-        )
+    experts = {s.name for part in local.blocks for s in part.sublayers if s.kind == "experts"}
+    if local.spec.family != "megatron-local" or experts:
+        size = (32 if big else 4) * MIB
+        found.append(assumed("Transformer Engine's workspace", "workspace", size, "te/pytorch/module/base.py"))
+        if "experts" in experts:
+            source = f"{STREAMS} streams of grouped products"
+            found.append(assumed("workspaces of grouped products", "workspace", STREAMS * size, source))
     return tuple(found)
 
 
