@@ -261,3 +261,10 @@ def test_going_on_with_what_is_promising_makes_no_gain_of_nothing(make):
     settings = Settings(max_alternations=8, promising_alternations=24)
     calls = sum(play(Protocol(settings=settings, deadline=1e9), make(seed, 1.0))[1].verdict == "better" for seed in range(400))
     assert calls <= 0.05 * 400, f"{calls} of 400 A/A runs called a gain"
+
+
+def test_a_screen_asks_for_no_more_than_a_tenth_on_a_restless_machine():
+    for ratio, number in ((1.2, 10), (1.05, 3)):
+        settings = Settings(threshold=0.5, max_alternations=5)
+        _, _, labels = play(Protocol(settings=settings, deadline=1e9), steps(ratio, 0.0001))
+        assert len(labels) == min(number, 6), "what is narrow and short of the threshold is decided"

@@ -351,3 +351,27 @@ def test_what_stays_undecided_is_said(bench):
     assert trial.comparison.ratio.value > 1 + ladder.noise
     assert "1 promising trial could not be decided in the time" in ladder.stopped
     assert ladder.best_plan == ladder.baseline_plan
+
+
+def test_noise_that_bars_a_gain_is_measured_on_in_the_time_that_is_left(bench):
+    """The machine is restless while its noise is measured at first, and calms down."""
+
+    def seconds(plan):
+        at_first = bench.heard[-1].phase == "noise" and not any(said.ended for said in bench.heard)
+        level = restless(bench.heard) if at_first else 1.0
+        return level / (1.2 if plan.precision.cast != "none" and plan.compile.mode == "off" else 1.0)
+
+    ladder = bench.tune(seconds=seconds, minutes=12)
+    first = next(said for said in bench.heard if said.ended)
+    assert (first.ended.lever, first.ended.outcome) == ("precision", "undone")
+    assert first.ended.comparison.threshold > 0.2
+    assert 0.02 < ladder.noise < 0.2
+    assert len(ladder.baseline.rounds) > 10
+    assert len(ladder.baseline.losses) == 5
+    precision = by_lever(ladder)["precision"]
+    assert precision.outcome == "kept"
+    assert precision.comparison.threshold == ladder.noise
+    assert ladder.final.verdict == "better"
+    assert bench.clock.now - bench.began <= 60 * 12
+    phases = [said.phase for said in bench.heard]
+    assert phases.index("trial") < len(phases) - 1 - phases[::-1].index("noise")

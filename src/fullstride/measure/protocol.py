@@ -22,6 +22,10 @@ LOSS_LIMIT = 0.005
 GRAD_NORM_LIMIT = 0.02
 STEADY = 0.1
 """Two step times that differ by less are steady."""
+SCREENED = 0.1
+"""A screen never asks for more gain than this, however restless the machine is: its noise may be known better later."""
+NARROW = 0.02
+"""Half-width of an A/A interval at which enough is known of a machine's noise."""
 MOST_VOID = 2
 """Void rounds that are repeated before the comparison is given up."""
 
@@ -133,10 +137,10 @@ class Protocol(Value, frozen=True, kw_only=True):
 
     def _decided(self) -> Stop | None:
         settings, number = self.settings, len(self.counted)
-        if settings.screen and number == 3 and self.ratio.value < 1 + settings.threshold / 2:
-            return Stop(
-                verdict="undetermined", reason=f"the screen (A-B-A) shows a ratio of {self.ratio.value:.3f}: no gain to prove"
-            )
+        wanted = 1 + min(settings.threshold / 2, SCREENED)
+        if settings.screen and number == 3 and self.ratio.value < wanted:
+            shown = f"a ratio of {self.ratio.value:.3f}, under {wanted:.3f}"
+            return Stop(verdict="undetermined", reason=f"the screen (A-B-A) shows {shown}: no gain to prove")
         if self.alternations < settings.min_alternations:
             return None
         verdict, reason = judge(self.ratio, self.alternations, settings.threshold, settings.min_alternations)
@@ -211,7 +215,7 @@ class Noise(Value, frozen=True, kw_only=True):
     last_seconds: float = 0.0
     """Wall time of the newest visit."""
     min_rounds: int = 6
-    narrow: float = 0.02
+    narrow: float = NARROW
     """Half-width at which enough is known."""
 
     @property

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullstride.measure.measurement import Measurement, Round
+from fullstride.measure.compare import THRESHOLD
+from fullstride.measure.measurement import Comparison, Measurement, Round
 from fullstride.measure.stats import trimmed_mean
 from fullstride.plan.plan import Plan
 from fullstride.plan.rules import check
@@ -19,13 +20,22 @@ from fullstride.tune.trial import Ladder, Trial
 
 
 def unfinished(ladder: Ladder, threshold: float) -> list[Trial]:
-    """Trials that ended undecided with a ratio above 1 + threshold, the largest ratio first."""
+    """Trials that were not decided, with a ratio above 1 + threshold, the largest ratio first.
+
+    One that was too small a difference for the noise known then is undecided again where less noise is known now.
+    """
     found = [
         (trial.comparison.ratio.value, trial)
         for trial in ladder.trials
-        if trial.outcome == "undone" and trial.comparison and trial.comparison.verdict == "undetermined"
+        if trial.outcome == "undone" and trial.comparison and trial.comparison.verdict in ("undetermined", "no difference")
     ]
     return [trial for ratio, trial in sorted(found, key=lambda pair: -pair[0]) if ratio > 1 + threshold]
+
+
+def barred_by_noise(ladder: Ladder) -> Comparison | None:
+    """The best trial on today's best plan that would look like a gain, were it not for the noise of the machine."""
+    compared = (trial.comparison for trial in unfinished(ladder, THRESHOLD))
+    return next((c for c in compared if c and c.base.plan_hash == ladder.best_plan.plan_hash), None)
 
 
 def rounds_of(base: tuple[str, Measurement], other: tuple[str, Measurement]) -> tuple[Round, ...]:

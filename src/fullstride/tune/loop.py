@@ -2,6 +2,9 @@
 
     baseline (made smaller until it fits) -> A/A noise -> rungs -> undecided rungs again -> last measurement -> ladder
 
+Time that is left after the rungs goes to trials that looked like a gain: more rounds of their own, or more A/A rounds
+where only the noise bars them.
+
 The ladder is written after every trial, so an interrupted run is resumed from it. A rung is kept only if the lower end of
 the 99 % interval of the time ratio is above 1 + max(0.5 %, the A/A half-width) over three alternations or more, no health
 figure got worse, and the numbers stayed those of the baseline.
@@ -22,19 +25,19 @@ from fullstride.files import write_json
 from fullstride.measure.compare import THRESHOLD, compare_rounds, noise_of
 from fullstride.measure.health import worsened
 from fullstride.measure.measurement import Comparison, Round
-from fullstride.measure.protocol import Noise, Stop, Visit
+from fullstride.measure.protocol import NARROW, Noise, Stop, Visit
 from fullstride.measure.stats import Clock
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
 from fullstride.plan.price import price
 from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
-from fullstride.tune.again import on_top_of, record_of, rounds_of, unfinished
+from fullstride.tune.again import barred_by_noise, on_top_of, record_of, rounds_of, unfinished
 from fullstride.tune.choose import WORTH, Choice, Passed, Situation, memory_use, weigh
 from fullstride.tune.driver import Driver, NoTime, Record, Session, compare
 from fullstride.tune.learned import Pricer, learn, predict
 from fullstride.tune.levers import LEVERS, Lever, Move
-from fullstride.tune.pace import MOST_EVER, Pace
+from fullstride.tune.pace import ALTERNATIONS, MOST_EVER, Pace
 from fullstride.tune.progress import OnProgress, TunePhase, TuneProgress
 from fullstride.tune.smaller import smaller
 from fullstride.tune.trial import Ladder, Outcome, Trial
@@ -149,7 +152,8 @@ class _Loop:
         else:
             run = tuple(trial for trial in resume.trials if trial.outcome != "not tried")
             self.ladder = msgspec.structs.replace(resume, budget_seconds=budget_seconds, trials=run, final=None, stopped="")
-        self.base = self.best = Record(name=_BASELINE, plan=self.ladder.baseline_plan)
+        plan, measured = self.ladder.baseline_plan, self.ladder.baseline
+        self.base = self.best = record_of(_BASELINE, plan, measured) if measured else Record(name=_BASELINE, plan=plan)
         for trial in self.ladder.trials:
             if trial.outcome == "kept":
                 self.best = Record(name=_name(trial.index), plan=trial.plan)
@@ -228,10 +232,15 @@ class _Loop:
     def _measure_noise(self) -> bool:
         """A/A: the baseline against itself, over two builds or more."""
         self._now = ("noise", None)
-        state = Noise(
-            settings=self.pace.noise_settings(), label=self.base.name, deadline=self.clock() + self.pace.noise_seconds
-        )
-        why = ""
+        why = self._play_noise((), self.clock() + self.pace.noise_seconds)
+        if why:
+            self.write(stopped=f"the baseline cannot be measured: {why}")
+        return not why
+
+    def _play_noise(self, earlier: tuple[Round, ...], deadline: float) -> str:
+        """A/A rounds that go on from `earlier` ones, and the baseline's measurement by all of them; says what went wrong."""
+        state, why = Noise(settings=self.pace.noise_settings(), label=self.base.name, deadline=deadline, rounds=earlier), ""
+        self.base.rounds = list(earlier)
         while not why and isinstance(action := state.next(self.clock()), Visit):
             began = self.clock()
             if state.wants_a_new_build:
@@ -243,14 +252,12 @@ class _Loop:
                 state = state.after(done, self.clock() - began)
         if not why and isinstance(action, Stop) and action.verdict == "void":
             why = action.reason
-        if why:
-            self.write(stopped=f"the baseline cannot be measured: {why}")
-            return False
-        self._write_baseline(state)
-        return True
+        if not why:
+            self._write_baseline(state)
+        return why
 
     def _write_baseline(self, state: Noise) -> None:
-        failure = self.driver.profile(self.base)
+        failure = None if self.base.profiled else self.driver.profile(self.base)
         measured = self.driver.measurement(self.base)
         pair = [
             msgspec.structs.replace(measured, rounds=tuple(r for r in state.sides if r.label == side)) for side in ("a", "b")
@@ -260,7 +267,7 @@ class _Loop:
             baseline=measured,
             baseline_estimate=estimate.estimate if estimate else None,
             noise=noise_of(compare_rounds(pair[0], pair[1])),
-            stopped=f"profiling the baseline failed: {failure.message}" if failure else "",
+            stopped=f"profiling the baseline failed: {failure.message}" if failure else self.ladder.stopped,
         )
 
     # -- rungs ----------------------------------------------------------------------------------------------------------
@@ -277,7 +284,7 @@ class _Loop:
             affordable = [] if stop else [choice for choice in choices if self._affords(choice)]
             if affordable:
                 self._try(affordable[0])
-            elif not self._take_up_again():
+            elif not (self._take_up_again() or self._know_the_noise_better()):
                 break
         stop = stop or "the time is spent"
         if undecided := len(unfinished(self.ladder, self.threshold)):
@@ -345,7 +352,8 @@ class _Loop:
             assert trial.comparison is not None
             if trial.comparison.base.plan_hash == self.best.plan.plan_hash:
                 most = self._most_alternations(trial.comparison.alternations, MOST_EVER)
-                in_time = self.clock() + 2 * self.pace.visit_seconds <= self.end_of_trials
+                wanted = max(1, ALTERNATIONS - trial.comparison.alternations)
+                in_time = self.clock() + 2 * wanted * self.pace.visit_seconds <= self.end_of_trials
                 if in_time and trial.comparison.alternations < most:
                     self._go_on(trial, trial.comparison, most)
                     return True
@@ -355,6 +363,25 @@ class _Loop:
                     self._try(choice)
                     return True
         return False
+
+    def _know_the_noise_better(self) -> bool:
+        """More A/A rounds, where their width is all that bars a trial; False if it is not, or no time is left for it."""
+        barred = barred_by_noise(self.ladder) if self.ladder.noise > NARROW else None
+        if barred is None or self.ladder.baseline is None:
+            return False
+        left = self.end_of_trials - self.clock()
+        spare = left - 2 * max(1, ALTERNATIONS - barred.alternations) * self.pace.visit_seconds
+        if barred.ratio.low <= 1 + THRESHOLD:
+            spare = min(spare, left / 2)  # its own rounds are not enough, either
+        spare = min(spare, self.pace.noise_seconds)
+        if spare < 2 * self.pace.visit_seconds:
+            return False
+        self._now = ("noise", None)
+        self._tell()
+        why = self._play_noise(self.ladder.baseline.rounds, self.clock() + spare)
+        if why:
+            self.write(stopped=f"the noise could not be measured on: {why}")
+        return not why
 
     def _go_on(self, trial: Trial, before: Comparison, most: int) -> None:
         """More rounds for a trial, with those it has; its entry in the ladder is replaced.
@@ -437,7 +464,7 @@ class _Loop:
             self._now = ("final", None)
             self._tell()
             end = self.start + self.ladder.budget_seconds
-            if self.clock() + 2 * 3 * self.pace.visit_seconds > end:
+            if self.clock() + 2 * ALTERNATIONS * self.pace.visit_seconds > end:
                 self._fall_back("no time was left to measure it against the baseline again", to_baseline=True)
                 return
             result = self._compare(self.base, self.best, end, screen=False, most=MOST_EVER)

@@ -7,7 +7,7 @@ from fullstride.measure.protocol import Settings
 
 _SHARE = 1 / 8
 """Of the budget, for one trial."""
-_ALTERNATIONS = 3
+ALTERNATIONS = 3
 """The fewest that allow a claim."""
 _LONGEST = 1.5
 """A trial that is undecided may take this many shares, first builds aside."""
@@ -50,7 +50,7 @@ class Pace(Value, frozen=True, kw_only=True):
 
         A round that is short beside its build costs nearly what a longer one costs, and says less.
         """
-        free = self.trial_seconds / (2 * _ALTERNATIONS) - self.build_seconds - _WARM * self.step_seconds
+        free = self.trial_seconds / (2 * ALTERNATIONS) - self.build_seconds - _WARM * self.step_seconds
         wanted = max(free, self.build_seconds / 2) / self.step_seconds
         return int(min(_MOST, max(_FEWEST, wanted)))
 
@@ -62,7 +62,7 @@ class Pace(Value, frozen=True, kw_only=True):
     @property
     def max_alternations(self) -> int:
         """Most alternations of a trial that shows no gain yet."""
-        return int(min(_MOST_ALTERNATIONS, max(_ALTERNATIONS, _LONGEST * self.trial_seconds / (2 * self.visit_seconds))))
+        return int(min(_MOST_ALTERNATIONS, max(ALTERNATIONS, _LONGEST * self.trial_seconds / (2 * self.visit_seconds))))
 
     @property
     def promising_alternations(self) -> int:
@@ -84,11 +84,11 @@ class Pace(Value, frozen=True, kw_only=True):
     @property
     def reserve_seconds(self) -> float:
         """Kept back for the last measurement of the best plan against the baseline, at the least."""
-        return self.seconds_of(_ALTERNATIONS)
+        return self.seconds_of(ALTERNATIONS)
 
     def seconds_of(self, alternations: int) -> float:
         """What so many alternations take, with a margin."""
-        return 2 * max(_ALTERNATIONS, alternations) * self.visit_seconds * _MARGIN
+        return 2 * max(ALTERNATIONS, alternations) * self.visit_seconds * _MARGIN
 
     def alternations_in(self, seconds: float) -> int:
         """How many alternations fit into so many seconds."""
