@@ -52,9 +52,13 @@ def timeline_document(
         subtitle: under it.
         most_bars: bars of the picture; a longer step is cut, and the picture says where.
     """
-    blocks: list[AnyBlock] = [_figures(timeline), timeline_block(timeline, most_bars=most_bars), _ranks(timeline)]
-    blocks += [*_waits(timeline), *_memory(timeline)]
-    return Document(title=title, subtitle=subtitle, blocks=tuple(blocks))
+    return Document(title=title, subtitle=subtitle, blocks=timeline_blocks(timeline, most_bars=most_bars))
+
+
+def timeline_blocks(timeline: PipelineTimeline, *, most_bars: int = _MOST_BARS) -> tuple[AnyBlock, ...]:
+    """The parts of `timeline_document`, for a page that shows more."""
+    picture = timeline_block(timeline, most_bars=most_bars)
+    return (_figures(timeline), picture, _ranks(timeline), *_waits(timeline), *_memory(timeline))
 
 
 def timeline_block(timeline: PipelineTimeline, *, title: str = "Pipeline", most_bars: int = 0) -> Timeline:

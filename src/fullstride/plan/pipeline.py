@@ -1,0 +1,239 @@
+"""A Plan's pipeline put before the simulator: what its stages cost, its timeline, and the layers and sizes that suit it.
+
+Seconds are those of the cost's own pieces, stage by stage; bytes are those of the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from fullstride.cluster import rates
+from fullstride.cluster.cluster import Cluster
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.cost import comm, compute
+from fullstride.plan.cost.lanes import Held, again, host_seconds, recomputed
+from fullstride.plan.cost.pieces import local_tokens, pieces
+from fullstride.plan.estimate import MomentName, Row
+from fullstride.plan.facts import compute_bytes
+from fullstride.plan.ledger.alive import alive
+from fullstride.plan.ledger.table import ledger, moments_of, peak_of
+from fullstride.plan.placement import slowest
+from fullstride.plan.plan import Pipeline, Plan
+from fullstride.plan.schedule.balance import balance_stages
+from fullstride.plan.schedule.sizes import SizeChoice, choose_micro_batches
+from fullstride.plan.simulate import Durations, PipelineTimeline, StageDurations, simulate_schedule
+from fullstride.plan.stages import Stage, chunks_of, num_stages, stages_of
+
+RUNNING: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
+"""Moments of the ledger at which the pipeline is at work."""
+
+
+def schedule_of(plan: Plan) -> str:
+    """The schedule that is simulated; a pipeline whose plan names none is taken as 1F1B."""
+    name = plan.pipeline.schedule
+    return "1f1b" if name == "none" and plan.layout.pp > 1 else name
+
+
+def sizes_of(plan: Plan) -> tuple[int, ...]:
+    """Samples of a micro-batch on each stage."""
+    return plan.pipeline.micro_batch_per_stage or (plan.batch.micro_batch,) * num_stages(plan)
+
+
+def samples_of(plan: Plan) -> int:
+    """Samples of one step on one pipeline."""
+    return plan.batch.micro_batch * plan.batch.accumulation
+
+
+def plan_timeline(plan: Plan, spec: ModelSpec, cluster: Cluster, *, record: bool = True) -> PipelineTimeline:
+    """The pipeline of one step as the simulator sees it.
+
+    Args:
+        plan: with pp above 1.
+        spec: its model.
+        cluster: where; on uneven nodes the slowest counts.
+        record: see `simulate`.
+
+    Raises:
+        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes.
+    """
+    durations = plan_durations(plan, spec, cluster)
+    name, pp, chunks = schedule_of(plan), plan.layout.pp, chunks_of(plan)
+    return simulate_schedule(name, pp, chunks, samples_of(plan), sizes_of(plan), durations, record=record)
+
+
+def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[int, ...] = ()) -> Durations:
+    """What each stage costs for one sample, in the cost's seconds and the ledger's bytes.
+
+    Half of the backward of matrix products is the gradient of weights; all else of backward is on the way to the gradient
+    of inputs. Where the host cannot keep up, its time counts.
+
+    Args:
+        plan: with pp above 1.
+        spec: its model.
+        cluster: where.
+        sizes: samples of a micro-batch on each stage; empty for the plan's own.
+    """
+    cluster = slowest(cluster)
+    stages, sizes = stages_of(plan, spec), sizes or sizes_of(plan)
+    held = [_held(_sized(plan, size), spec, cluster, stage, stages) for stage, size in zip(stages, sizes, strict=True)]
+    memory = [_bytes(plan, spec, cluster, rank) for rank in range(plan.layout.pp)]
+    send, update = _send_seconds(plan, spec, cluster), compute.optimizer(plan, spec, cluster).seconds
+    reduced = sum(make(plan, spec, cluster).exposed_seconds for make in (comm.all_reduce, comm.own_reduce, comm.reduce))
+    found = []
+    for stage, size, parts in zip(stages, sizes, held, strict=True):
+        seconds = _seconds(_sized(plan, size), spec, cluster, stage, parts)
+        here = memory[stage.rank]
+        found.append(
+            StageDurations(
+                forward_seconds=seconds.forward / size,
+                input_grad_seconds=seconds.input_grad / size,
+                weight_grad_seconds=seconds.weight_grad / size,
+                recompute_seconds=seconds.again / size,
+                send_seconds=send,
+                reduce_seconds=reduced / chunks_of(plan),
+                optimizer_seconds=update / chunks_of(plan),
+                activation_bytes=here.activation,
+                working_bytes=here.working,
+                static_bytes=here.static / chunks_of(plan),
+            )
+        )
+    return Durations(stages=tuple(found))
+
+
+def balanced_layers(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
+    """Blocks of each stage by cost, embedding, head and loss counted, such that every rank fits.
+
+    Raises:
+        RuleBroken: fewer blocks than stages.
+        DoesNotFit: no split was found in which every rank fits.
+    """
+    cluster = slowest(cluster)
+    stages = num_stages(plan)
+    capacity = cluster.device.memory_bytes.value
+    most = [float(spec.num_blocks)] * stages
+    found = pieces(plan, spec, cluster)
+    blocks = [
+        _alone(plan, Held(1.0, part, piece, 0.0)) for part, piece in found if part.group == "blocks" for _ in range(part.count)
+    ]
+    ends = [_alone(plan, Held(1.0, *found[place], 0.0)) for place in (0, -1)]
+    while True:
+        layers = balance_stages(
+            tuple(blocks),
+            pp=plan.layout.pp,
+            chunks=chunks_of(plan),
+            embedding_seconds=ends[0],
+            head_seconds=ends[1] + _loss_seconds(plan, spec, cluster),
+            block_bytes=(1.0,) * len(blocks),
+            stage_limits=tuple(most),
+        )
+        tried = replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=layers))
+        rows = ledger(tried, spec, cluster)
+        over = [rank for rank in range(plan.layout.pp) if peak_of(moments_of(rows, stage=rank)).bytes > capacity]
+        if not over:
+            return layers
+        for rank in over:
+            own = [stage.index for stage in stages_of(tried, spec) if stage.rank == rank]
+            fullest = max(own, key=lambda index: layers[index])
+            most[fullest] = layers[fullest] - 1.0
+
+
+def choose_sizes(plan: Plan, spec: ModelSpec, cluster: Cluster, *, most_tries: int = 300) -> SizeChoice:
+    """A micro-batch size for each stage, such that the step is short and every rank fits (see `choose_micro_batches`).
+
+    Raises:
+        RuleBroken: the schedule cannot work with any size.
+        DoesNotFit: no sizes fit.
+    """
+    capacity = slowest(cluster).device.memory_bytes.value
+    return choose_micro_batches(
+        schedule_of(plan),
+        plan.layout.pp,
+        chunks_of(plan),
+        samples_of(plan),
+        lambda sizes: plan_durations(plan, spec, cluster, sizes),
+        limits=(capacity,) * plan.layout.pp,
+        most_tries=most_tries,
+    )
+
+
+def _sized(plan: Plan, size: int) -> Plan:
+    return plan if size == plan.batch.micro_batch else replace(plan, batch=replace(plan.batch, micro_batch=size))
+
+
+def _alone(plan: Plan, held: Held) -> float:
+    """Seconds of one part, made again as often as its like are."""
+    share = 1.0 / plan.recompute.every if held.part.group == "blocks" else 0.0
+    return held.piece.forward + held.piece.backward + share * again(plan, held.piece)
+
+
+def _held(plan: Plan, spec: ModelSpec, cluster: Cluster, stage: Stage, stages: tuple[Stage, ...]) -> tuple[Held, ...]:
+    """The parts of one stage, with their times."""
+    here = sum(other.num_blocks for other in stages if other.rank == stage.rank)
+    counts = {stack.first: count for stack, count in stage.stacks}
+    ends = {"embedding": stage.has_embedding, "head": stage.has_head}
+    found = []
+    for part, piece in pieces(plan, spec, cluster):
+        count = counts.get(part.first, 0) if part.group == "blocks" else int(ends[part.group])
+        if count:
+            found.append(Held(float(count), part, piece, recomputed(plan, part, count, here)))
+    return tuple(found)
+
+
+class _Seconds(NamedTuple):
+    """Of one micro-batch on one stage."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    again: float
+
+
+def _seconds(plan: Plan, spec: ModelSpec, cluster: Cluster, stage: Stage, held: tuple[Held, ...]) -> _Seconds:
+    loss = _loss_seconds(plan, spec, cluster) / 2 if stage.has_head else 0.0
+    forward = sum(h.many * h.piece.forward for h in held) + loss
+    weights = sum(h.many * h.piece.products_backward for h in held) / 2
+    inputs = sum(h.many * h.piece.backward for h in held) - weights + loss
+    repeated = sum(h.recomputed * again(plan, h.piece) for h in held)
+    total = forward + weights + inputs + repeated
+    slower = max(1.0, host_seconds(plan, cluster, held) / total) if total else 1.0
+    return _Seconds(forward * slower, inputs * slower, weights * slower, repeated * slower)
+
+
+def _loss_seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
+    """Passes over the logits of one micro-batch, wherever the head is."""
+    whole = replace(plan, layout=replace(plan.layout, pp=1), pipeline=Pipeline())
+    return compute.loss(whole, spec, cluster).seconds / plan.batch.accumulation
+
+
+def _send_seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
+    """One sample's activations to the next stage."""
+    cut = plan.layout.tp if plan.layout.sequence_parallel else 1
+    size = local_tokens(plan) * spec.hidden_size * compute_bytes(plan) / cut
+    return rates.collective_seconds(cluster, "send_recv", size, 2).seconds / plan.batch.micro_batch
+
+
+class _Bytes(NamedTuple):
+    """Of one pipeline rank while the pipeline runs."""
+
+    activation: float
+    """Of one sample on one chunk."""
+    working: float
+    """Of one sample, while it is computed."""
+    static: float
+
+
+def _bytes(plan: Plan, spec: ModelSpec, cluster: Cluster, rank: int) -> _Bytes:
+    """The ledger's fullest moment with activations, taken apart."""
+    rows = tuple(row for row in ledger(plan, spec, cluster) if row.stage == rank)
+    moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank)}
+    fullest = max(RUNNING, key=lambda name: moments[name])
+    kept, working = _at(rows, fullest, "activations"), _at(rows, fullest, "logits", "recompute")
+    samples = max(1.0, math.fsum(alive(plan, rank))) * plan.batch.micro_batch
+    return _Bytes(kept / samples, working / plan.batch.micro_batch, moments[fullest] - kept - working)
+
+
+def _at(rows: tuple[Row, ...], moment: MomentName, *kinds: str) -> float:
+    return float(sum(row.bytes for row in rows if row.kind in kinds and moment in row.moments))

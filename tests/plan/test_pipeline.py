@@ -1,0 +1,104 @@
+import pytest
+from msgspec.structs import replace
+from tests.plan.plan_values import gpus, llama, plan_of
+
+from fullstride.errors import DoesNotFit, RuleBroken
+from fullstride.plan.ledger.table import ledger, moments_of
+from fullstride.plan.pipeline import RUNNING, balanced_layers, choose_sizes, plan_durations, plan_timeline
+from fullstride.plan.plan import Batch, Layout, Pipeline, Workload
+
+SPEC = llama(hidden=2048, blocks=16, heads=16, kv_heads=8, ffn=8192, vocab=32_000, positions=8192)
+WIDE = llama(hidden=1024, blocks=12, heads=16, kv_heads=8, ffn=2816, vocab=200_000, positions=8192)
+
+
+def piped(schedule="1f1b", pp=4, chunks=1, micro=1, many=8, length=2048, **pipeline):
+    return plan_of(
+        layout=Layout(pp=pp),
+        pipeline=Pipeline(schedule=schedule, chunks=chunks, **pipeline),
+        batch=Batch(micro_batch=micro, accumulation=many),
+        workload=Workload(sequence_length=length, samples_per_step=micro * many),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("bfs", 2), ("zb-h1", 1), ("zb-v", 2)]
+)
+def test_every_schedule_has_a_timeline_whose_peaks_are_the_ledgers(schedule, chunks):
+    plan = piped(schedule, chunks=chunks, micro=2)
+    timeline = plan_timeline(plan, SPEC, gpus())
+    rows = ledger(plan, SPEC, gpus())
+
+    assert 0 < timeline.bubble_share < 1
+    for rank in timeline.ranks:
+        moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank.rank)}
+        assert rank.peak_bytes == pytest.approx(max(moments[name] for name in RUNNING), rel=1e-6)
+
+
+def test_the_order_of_schedules_is_that_of_their_bubbles():
+    shares = [
+        plan_timeline(piped(schedule, chunks=chunks), SPEC, gpus(), record=False).bubble_share
+        for schedule, chunks in (("zb-v", 2), ("interleaved", 2), ("1f1b", 1))
+    ]
+
+    assert shares == sorted(shares) and shares[0] < shares[-1]
+
+
+def test_all_work_is_done_whatever_the_sizes():
+    one = plan_durations(piped(micro=2), SPEC, gpus())
+    two = plan_durations(piped(micro=2, micro_batch_per_stage=(2, 2, 2, 1)), SPEC, gpus())
+
+    assert one.stages[0] == two.stages[0]
+    assert two.stages[3].forward_seconds > one.stages[3].forward_seconds  # small products are less efficient
+    timeline = plan_timeline(piped(micro=2, micro_batch_per_stage=(2, 2, 2, 1)), SPEC, gpus())
+    assert timeline.ranks[3].peak_samples == (1,)
+
+
+def test_a_large_head_takes_blocks_from_the_last_stage():
+    plan = piped()
+    even, balanced = plan, replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=balanced_layers(plan, WIDE, gpus())))
+    layers = balanced.pipeline.layers_per_stage
+
+    assert sum(layers) == 12 and layers[-1] < layers[0]
+    slow, fast = (plan_timeline(each, WIDE, gpus(), record=False) for each in (even, balanced))
+    assert fast.span_seconds < slow.span_seconds
+
+
+def small(cluster, size):
+    group = cluster.groups[0]
+    memory = replace(group.device.memory_bytes, value=size)
+    return replace(cluster, groups=(replace(group, device=replace(group.device, memory_bytes=memory)),))
+
+
+def peaks(plan, spec):
+    rows = ledger(plan, spec, gpus())
+    return [max(moment.bytes for moment in moments_of(rows, stage=rank)) for rank in range(plan.layout.pp)]
+
+
+def test_layers_move_away_from_a_rank_that_does_not_fit():
+    plan = piped(micro=4)
+    free = balanced_layers(plan, SPEC, gpus())
+    most = peaks(replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=free)), SPEC)
+    tight = small(gpus(), max(most) - 1)
+    moved = balanced_layers(plan, SPEC, tight)
+
+    assert moved != free and sum(moved) == 16
+    assert max(peaks(replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=moved)), SPEC)) < max(most)
+    with pytest.raises(DoesNotFit):
+        balanced_layers(plan, SPEC, small(gpus(), min(most) / 4))
+
+
+def test_sizes_are_chosen_by_simulation_within_memory():
+    plan = piped(pp=2, many=64, length=128)
+    free = choose_sizes(plan, WIDE, gpus())
+    limit = 0.8 * max(free.best.peak_bytes)
+    tight = choose_sizes(plan, WIDE, small(gpus(), limit))
+
+    assert free.exhaustive and free.best.excess_bytes == 0 and max(free.best.sizes) > 1
+    assert max(tight.best.peak_bytes) <= limit
+    assert tight.best.sizes[1] < free.best.sizes[1]  # the stage with the logits
+    assert tight.uniform is not None and tight.best.step_seconds <= tight.uniform.step_seconds
+
+
+def test_a_schedule_that_cannot_work_is_refused():
+    with pytest.raises(RuleBroken, match="2 micro-batches, schedule interleaved on 4 ranks needs 4"):
+        plan_timeline(piped("interleaved", chunks=2, many=2), SPEC, gpus())
