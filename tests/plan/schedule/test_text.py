@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from tests.plan.schedule.schedules import generated
 
 from fullstride.errors import BadInput
+from fullstride.plan.schedule.checker import faults
 from fullstride.plan.schedule.generators import generate
 from fullstride.plan.schedule.placement import placement_of
 from fullstride.plan.schedule.text import Schedule, parse_schedule, read_schedule, schedule_text, write_schedule
@@ -73,3 +76,12 @@ def test_a_file_that_is_no_text(tmp_path):
 
     with pytest.raises(BadInput, match="not UTF-8"):
         read_schedule(path)
+
+
+def test_the_example_of_the_docs_can_be_run():
+    page = Path(__file__).parents[3] / "docs" / "pipelines.md"
+    text = page.read_text().split("```text\n")[1].split("```")[0]
+    read = parse_schedule(text, "docs")
+
+    assert faults(read.actions, read.placement, read.samples) == ()
+    assert read.actions == generate("1f1b", 2, 1, 2, 2)
