@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fullstride.cli.choose import rank_plans
+from fullstride.cli.choose import choose_model
 from fullstride.cli.command import add_dry_run, positive, refuse_existing
 from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
+from fullstride.cluster.cluster import Cluster
+from fullstride.errors import DoesNotFit
+from fullstride.model.spec import ModelSpec
+from fullstride.plan.defaults import default_workload
 from fullstride.plan.explain import explain_ranking
+from fullstride.plan.plan import Plan, Recipe
+from fullstride.plan.search import Ranking, search
 from fullstride.plan.toml import write_plan
+from fullstride.plan.why import why, why_document
+
+MULTIPLES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 class PlanVerb:
@@ -19,6 +28,9 @@ class PlanVerb:
     MODEL is a preset (llama3-8b, tiny, ...), a config.json, a model directory, or file.py:function or
     package.module:function that returns an nn.Module. Without a cluster file it plans for this machine's GPUs, else
     for an assumed h100-sxm cluster, which its first line then says. Neither torch nor a GPU is needed.
+
+    Every layout is considered that any framework could run: data, tensor, pipeline, context and expert parallelism. What
+    this version runs itself is marked, and -o writes the best of that.
     """
 
     name = "plan"
@@ -32,7 +44,10 @@ class PlanVerb:
         parser.add_argument("--gpus-per-node", type=positive, metavar="M", help="GPUs in a node (8 when not given)")
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all GPUs")
-        parser.add_argument("-o", dest="output", metavar="FILE", help="write the best plan, a TOML file to read and edit")
+        parser.add_argument("--tokens", type=amount, metavar="T", help="budget of tokens, such as 15T: shows its GPU-days")
+        parser.add_argument("--why", metavar="CHOICE", help="answer about a choice, such as tp=8,pp=4,zero=1,micro_batch=2")
+        parser.add_argument("-o", dest="output", metavar="FILE", help="write the best plan that this version runs (TOML)")
+        parser.add_argument("--any", action="store_true", help="with -o: write the best plan even if it is only priced so far")
         add_dry_run(parser, "written")
 
     def run(self, args: argparse.Namespace, out: Output) -> int:
@@ -43,17 +58,54 @@ class PlanVerb:
         cluster = choose_cluster(args.cluster, args.gpu, args.gpus, args.gpus_per_node)
         if cluster.assumed:
             out.warn(cluster_words(cluster))
-        ranking, spec = rank_plans(
-            args.model, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus
-        )
-        best = ranking.best[0]
-        if target and args.dry_run:
-            out.note(f"would write {target}")
-        elif target:
-            write_plan(best, target)
-            out.note(f"wrote {target}")
-        out.show(explain_ranking(ranking, spec, cluster), ranking)
+        ranking, spec = _search(args, cluster)
+        if target:
+            _write(_chosen(ranking, anyhow=args.any), target, args.dry_run, out)
+        if args.why:
+            answer = why(args.why, ranking, spec, cluster)
+            out.show(why_document(answer, ranking, spec, cluster), answer)
+        else:
+            out.show(explain_ranking(ranking, spec, cluster, args.tokens), ranking)
         return 0
+
+
+def amount(text: str) -> float:
+    """A number of tokens: `15T`, `300B`, `1e12`."""
+    factor = MULTIPLES.get(text[-1:], 1.0)
+    number = float(text[:-1] if text[-1:] in MULTIPLES else text) * factor
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens")
+    return number
+
+
+def _search(args: argparse.Namespace, cluster: Cluster) -> tuple[Ranking, ModelSpec]:
+    model, spec = choose_model(args.model)
+    workload = default_workload(
+        spec, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus, to_run=False
+    )
+    return search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus, to_run=False), spec
+
+
+def _chosen(ranking: Ranking, *, anyhow: bool) -> Plan:
+    """The plan to write.
+
+    Raises:
+        DoesNotFit: this version runs none of those that fit.
+    """
+    plan = ranking.best[0] if anyhow else ranking.best_runnable
+    if plan is None:
+        raise DoesNotFit(
+            "no plan that this version runs fits", fix="use more or larger GPUs, or --any to write the plan that is only priced"
+        )
+    return plan
+
+
+def _write(plan: Plan, target: Path, dry_run: bool, out: Output) -> None:
+    if dry_run:
+        out.note(f"would write {target}")
+        return
+    write_plan(plan, target)
+    out.note(f"wrote {target}")
 
 
 VERB = PlanVerb()

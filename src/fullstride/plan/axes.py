@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -17,7 +17,20 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan import limits
 from fullstride.plan.placement import devices_per_node
-from fullstride.plan.plan import Batch, Compile, Layout, Loss, Optimizer, Pipeline, Plan, Precision, Recompute, Schedule, Shard
+from fullstride.plan.plan import (
+    Batch,
+    Carrier,
+    Compile,
+    Layout,
+    Loss,
+    Optimizer,
+    Pipeline,
+    Plan,
+    Precision,
+    Recompute,
+    Schedule,
+    Shard,
+)
 from fullstride.plan.rules import check
 from fullstride.plan.space import KEEP_ENDS, compile_modes, input_parts, micro_batches, precisions
 
@@ -31,6 +44,8 @@ MOST_EXPERT_RANKS = 64
 SHORTEST_SLICE = 4096
 """Context parallelism is tried down to so many tokens a rank: below, its messages outweigh what they save."""
 CHUNKS = (2, 4)
+OTHERS: dict[Carrier, tuple[Literal[0, 1, 2, 3], ...]] = {"megatron": (1, 0), "deepspeed": (1, 2, 3, 0)}
+"""ZeRO stages of other frameworks' carriers, which are tried only where they are asked for."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-v", "interleaved", "bfs")
 GROUPS = (1, 8)
 """Hybrid sharding is tried inside a node, and inside eight."""
@@ -141,7 +156,7 @@ def options_for(
     )
     if offload:
         found = found._replace(recomputes=[*found.recomputes, Recompute(mode="full", offload="cpu")])
-    return _wished(found, degrees, spec, wishes)
+    return _wished(found, base.workload.samples_per_step // degrees.dp, degrees, spec, wishes)
 
 
 def _shards(degrees: Degrees, cluster: Cluster) -> list[tuple[int, int, Shard]]:
@@ -155,6 +170,14 @@ def _shards(degrees: Degrees, cluster: Cluster) -> list[tuple[int, int, Shard]]:
         if 1 < group < dp and dp % group == 0:
             found += [(dp // group, group, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 2, 3)]
     return [*found, (dp, 1, Shard(carrier="ddp"))]
+
+
+def _others_shards(carrier: Carrier, degrees: Degrees) -> list[tuple[int, int, Shard]]:
+    """How another framework shares states over all its data ranks."""
+    return [
+        (1, degrees.dp, Shard(carrier=carrier, stage=stage)) if stage else (degrees.dp, 1, Shard(carrier=carrier))
+        for stage in OTHERS[carrier]
+    ]
 
 
 def _pipelines(degrees: Degrees, spec: ModelSpec, schedules: Iterable[Schedule] = SCHEDULES, chunks: int = 0) -> list[Pipeline]:
@@ -186,10 +209,15 @@ def layers_for(num_blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _wished(options: Options, degrees: Degrees, spec: ModelSpec, wishes: Wishes) -> Options:
+def _wished(options: Options, share: int, degrees: Degrees, spec: ModelSpec, wishes: Wishes) -> Options:
     """The lists cut down to what was wished for; a value that they do not hold takes their place."""
     micro, schedule, chunks = (wishes.get(key) for key in ("batch.micro_batch", "pipeline.schedule", "pipeline.chunks"))
+    accumulation = wishes.get("batch.accumulation")
+    if micro is None and accumulation and share % accumulation == 0:
+        micro = share // accumulation
     changes: dict[str, Any] = {} if micro is None else {"micros": [micro]}
+    if (carrier := wishes.get("shard.carrier")) in OTHERS:
+        changes["shards"] = _others_shards(carrier, degrees)
     if schedule or chunks:
         changes["pipelines"] = _pipelines(degrees, spec, [schedule] if schedule else SCHEDULES, chunks or 0)
     layers = wishes.get("pipeline.layers_per_stage")
@@ -230,8 +258,14 @@ def build(
     return plan if not wishes else _granted(plan, wishes)
 
 
-_CHOSEN = ("shard", "pipeline", "layout", "batch")
-"""Parts that a pick decides: a wish there leaves out picks, it does not change them."""
+_CHOSEN = (
+    *(f"layout.{axis}" for axis in ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")),
+    *(f"shard.{entry}" for entry in ("carrier", "stage", "reshard")),
+    *(f"batch.{entry}" for entry in ("micro_batch", "accumulation")),
+    *(f"pipeline.{entry}" for entry in ("schedule", "chunks", "layers_per_stage")),
+    "precision.cast",
+)
+"""Entries that a pick decides: a wish there leaves out picks, it does not change them."""
 
 
 def _granted(plan: Plan, wishes: Wishes) -> Plan | None:
@@ -241,7 +275,7 @@ def _granted(plan: Plan, wishes: Wishes) -> Plan | None:
         holder = getattr(plan, part)
         if getattr(holder, entry) == value:
             continue
-        if part in _CHOSEN or key == "precision.cast":
+        if key in _CHOSEN:
             return None
         plan = replace(plan, **{part: replace(holder, **{entry: value})})
     return plan

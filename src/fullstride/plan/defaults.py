@@ -51,11 +51,13 @@ def default_workload(
     data: str | None = None,
     tokenizer: str | None = None,
     num_ranks: int | None = None,
+    to_run: bool = True,
 ) -> Workload:
     """The work of one step, filled up with defaults.
 
     Sequence: the smaller of the model's positions and 8192. Samples: the smallest multiple of the data-parallel degree
-    that gives 8,192 tokens a device.
+    that gives 8,192 tokens a device. Without `to_run` ranks may share a sample (tensor, pipeline or context parallel), so
+    that samples need not be a multiple of their number.
 
     Raises:
         BadInput: a size that cannot be, or more tokens in a sample than the model has positions.
@@ -73,7 +75,7 @@ def default_workload(
             fix=f"give at most {spec.max_sequence}",
         )
     samples = ranks * math.ceil(TOKENS_PER_DEVICE / sequence) if samples_per_step is None else samples_per_step
-    if samples < 1 or samples % ranks:
+    if samples < 1 or (to_run and samples % ranks):
         raise BadInput(
             f"{samples} samples a step over {ranks} ranks: each rank takes the same number, at least one",
             fix=f"give a multiple of {ranks}",

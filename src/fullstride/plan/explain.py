@@ -5,10 +5,12 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.comm import volumes
-from fullstride.plan.estimate import Candidate, Estimate, MomentName, Row, RowKind
+from fullstride.plan.estimate import Candidate, Estimate, Moment, MomentName, Row, RowKind
 from fullstride.plan.facts import num_parameters
+from fullstride.plan.folklore import notes
 from fullstride.plan.ledger.table import moments_of, peak_of
 from fullstride.plan.plan import Plan
+from fullstride.plan.ranking_page import best_table, neighbours_table, placement_words, runs_words, target_words
 from fullstride.plan.search import Ranking
 from fullstride.plan.space import summary
 from fullstride.report.document import AnyBlock, Column, Document, Heading, Stat, Stats, Table, TableRow, Text
@@ -47,6 +49,8 @@ def explain_plan(
         Text(text=f"{summary(plan)}. {_work(plan, spec)}"),
         _figures(plan, estimate),
         *_fit(estimate),
+        *(target_words(estimate) if estimate.fits else ()),
+        *placement_words(plan, cluster),
         *(Text(text=f"Warning: {words}", tone="warn") for words in estimate.warnings),
         Heading(text="Where the time goes"),
         terms_table(estimate),
@@ -54,7 +58,10 @@ def explain_plan(
         Heading(text="Where the memory goes"),
         rows_table(estimate),
         moments_table(estimate),
+        *stages_tables(estimate),
     ]
+    if told := notes(plan, spec):
+        blocks += [Heading(text="Good to know"), *(Text(text=words) for words in told)]
     if candidates:
         blocks += [Heading(text="Why the others lost"), candidates_table(candidates)]
     return Document(
@@ -64,14 +71,30 @@ def explain_plan(
     )
 
 
-def explain_ranking(ranking: Ranking, spec: ModelSpec, cluster: Cluster) -> Document:
-    """The winner of a search, explained, and what was considered."""
+def explain_ranking(ranking: Ranking, spec: ModelSpec, cluster: Cluster, tokens: float | None = None) -> Document:
+    """The best few, the winner explained, why its neighbours lost, and what was considered.
+
+    `tokens` is a budget, whose cost in GPU-days is shown.
+    """
     document = explain_plan(ranking.best[0], ranking.estimates[0], spec, cluster, ranking.candidates)
     told = Text(
         text=f"{ranking.considered} plans considered, {ranking.num_fitting} fit. Varied: {ranking.space}.",
         tone="quiet",
     )
-    return Document(title=document.title, subtitle=document.subtitle, blocks=(*document.blocks, told))
+    first = len(machine(cluster))
+    near: list[AnyBlock] = []
+    if ranking.neighbours:
+        near = [Heading(text="Why not a little different"), neighbours_table(ranking.neighbours, ranking.estimates[0])]
+    blocks = (
+        *document.blocks[:first],
+        best_table(ranking, tokens),
+        *runs_words(ranking, cluster),
+        Heading(text="The best plan"),
+        *document.blocks[first:],
+        *near,
+        told,
+    )
+    return Document(title=document.title, subtitle=document.subtitle, blocks=blocks)
 
 
 def machine(cluster: Cluster) -> tuple[Text, ...]:
@@ -126,7 +149,7 @@ def _fit(estimate: Estimate) -> tuple[Text, ...]:
         return ()
     peak = peak_of(moments_of(estimate.rows))
     sizes: dict[RowKind, int] = {}
-    for row in estimate.rows:
+    for row in _fullest(estimate):
         if peak.name in row.moments:
             sizes[row.kind] = sizes.get(row.kind, 0) + row.bytes
     kind = max((kind for kind in sizes if kind in CHEAPER), key=lambda kind: sizes[kind])
@@ -172,8 +195,39 @@ def terms_table(estimate: Estimate) -> Table:
     )
 
 
+def peaks_by_stage(rows: tuple[Row, ...]) -> dict[int, Moment]:
+    """The fullest moment of each pipeline rank."""
+    ranks = sorted({row.stage for row in rows})
+    return {rank: peak_of(moments_of(tuple(row for row in rows if row.stage == rank))) for rank in ranks}
+
+
+def _fullest(estimate: Estimate) -> tuple[Row, ...]:
+    """Rows of the pipeline rank with the highest peak."""
+    peaks = peaks_by_stage(estimate.rows)
+    rank = max(peaks, key=lambda rank: peaks[rank].bytes)
+    return tuple(row for row in estimate.rows if row.stage == rank)
+
+
+def stages_tables(estimate: Estimate) -> tuple[Table, ...]:
+    """Where there is a pipeline: each of its ranks with its peak and its largest kinds."""
+    peaks = peaks_by_stage(estimate.rows)
+    if len(peaks) < 2:
+        return ()
+    rows = []
+    for rank, peak in peaks.items():
+        sizes: dict[RowKind, int] = {}
+        for row in estimate.rows:
+            if row.stage == rank and peak.name in row.moments:
+                sizes[row.kind] = sizes.get(row.kind, 0) + row.bytes
+        largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+        told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest)
+        rows.append(TableRow(cells=(str(rank), format_bytes(peak.bytes), MOMENT_WORDS[peak.name], told)))
+    columns = (Column(name="rank"), Column(name="peak", align="right"), Column(name="when"), Column(name="largest kinds"))
+    return (Table(title="Memory by pipeline rank", columns=columns, rows=tuple(rows)),)
+
+
 def rows_table(estimate: Estimate) -> Table:
-    """Rows that are there at the peak first, largest first; then the others."""
+    """Rows of the fullest rank that are there at the peak first, largest first; then the others."""
     peak = peak_of(estimate.moments)
 
     def order(row: Row) -> tuple[bool, int]:
@@ -191,7 +245,7 @@ def rows_table(estimate: Estimate) -> Table:
             ),
             tone="plain" if peak.name in row.moments else "quiet",
         )
-        for row in sorted(estimate.rows, key=order)
+        for row in sorted(_fullest(estimate), key=order)
     ]
     rows.append(TableRow(cells=("peak", "", format_bytes(peak.bytes), "", "", f"{MOMENT_WORDS[peak.name]}"), tone="good"))
     return Table(
@@ -210,10 +264,12 @@ def rows_table(estimate: Estimate) -> Table:
 
 def moments_table(estimate: Estimate) -> Table:
     """Sums at each moment; the peak stands out, with the largest row that makes it so."""
-    peak = peak_of(estimate.moments)
+    peak, fullest = peak_of(estimate.moments), _fullest(estimate)
     rows = []
     for moment in estimate.moments:
-        here = [row for row in estimate.rows if moment.name in row.moments]
+        here = [row for row in fullest if moment.name in row.moments]
+        if not here:
+            continue
         largest = max(here, key=lambda row: row.bytes)
         rows.append(
             TableRow(

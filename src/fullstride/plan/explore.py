@@ -20,8 +20,9 @@ EXHAUSTIVE_PLANS = 800
 """Spaces up to this size are priced whole: half a second."""
 POLISHED = 3
 NEAR = 1.1
-"""Layouts whose best plan is improved by two choices at once: so many, where they are so close to the best."""
-HOPELESS = 1.5
+"""Layouts whose best plan is improved by two choices at once: so many, where they are so close to the best; and the one with
+data parallelism alone, which this version runs."""
+HOPELESS = 1.3
 """A layout so many times slower than the best one after its first round is not improved further."""
 TARGET_SHARE = 0.65
 """Under this share of the device's memory, saving more buys nothing."""
@@ -127,13 +128,11 @@ def explore(
     *,
     exhaustive: bool | None = None,
     offload: bool = False,
-    skip_data_only: bool = False,
 ) -> Exploration:
     """Price the wide space, or its promising part where it is large; `exhaustive` decides which, None by its size."""
-    degrees = [d for d in all_degrees(base, num_ranks, spec, cluster, wishes) if not (skip_data_only and d.data_only)]
     layouts = [
         _Layout(base, each, options_for(base, each, spec, cluster, wishes, offload=offload), spec, cluster, wishes)
-        for each in degrees
+        for each in all_degrees(base, num_ranks, spec, cluster, wishes)
     ]
     size = sum(layout.options.size for layout in layouts)
     whole = size <= EXHAUSTIVE_PLANS if exhaustive is None else exhaustive
@@ -161,10 +160,11 @@ def _descend(layouts: list[_Layout]) -> None:
             if number and not best[0] and key > (False, HOPELESS * best[1]):
                 break
     ranked = sorted((item for item in layouts if item.best), key=lambda item: item.key(item.best) if item.best else WORST)
-    for layout in ranked[:POLISHED]:
+    for place, layout in enumerate(ranked):
         key = layout.key(layout.best) if layout.best else WORST
-        if key[0] == best[0] and key > (best[0], NEAR * best[1]):
-            break
+        near = place < POLISHED and (key[0] != best[0] or key <= (best[0], NEAR * best[1]))
+        if not near and not layout.degrees.data_only:
+            continue
         for _ in range(ROUNDS):
             if not layout.polish():
                 break

@@ -51,6 +51,8 @@ def _layout(plan: Plan, wishes: Wishes) -> tuple[Layout, Shard]:
     old = plan.layout
     fixed: dict[str, Any] = {key[7:]: value for key, value in wishes.items() if key.startswith("layout.")}
     tp, pp, cp = (fixed.get(axis, getattr(old, axis)) for axis in ("tp", "pp", "cp"))
+    if tp * pp * cp < 1 or old.world_size % (tp * pp * cp):  # what nobody asked for gives way
+        tp, pp, cp = (fixed.get(axis, 1) for axis in ("tp", "pp", "cp"))
     dp = max(1, old.world_size // max(1, tp * pp * cp))
     stage = wishes.get("shard.stage", plan.shard.stage)
     if stage == 0 and plan.shard.stage == 0 and plan.shard.carrier == "none" and dp * cp > 1 and "shard.stage" not in wishes:

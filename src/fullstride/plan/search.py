@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
-from fullstride.errors import BadInput
+from fullstride.errors import BadInput, RuleBroken
 from fullstride.files import FileValue
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.axes import CHOICES, LARGEST_MICRO_BATCH, MOST_EXPERT_RANKS, SHORTEST_SLICE, Degrees, Wishes
+from fullstride.plan.axes import CHOICES, LARGEST_MICRO_BATCH, MOST_EXPERT_RANKS, SHORTEST_SLICE, Wishes
 from fullstride.plan.defaults import plain_plan
 from fullstride.plan.estimate import Candidate, Estimate
 from fullstride.plan.explore import Exploration, Found, explore
@@ -14,7 +14,7 @@ from fullstride.plan.limits import over
 from fullstride.plan.neighbours import neighbours
 from fullstride.plan.placement import devices_per_node
 from fullstride.plan.plan import ModelRef, Plan, Recipe, Workload
-from fullstride.plan.price import price, score
+from fullstride.plan.price import price
 from fullstride.plan.rules import check, require
 from fullstride.plan.space import space, work_plan
 from fullstride.plan.verdict import Priced, candidate, does_not_fit
@@ -133,12 +133,12 @@ def _layout_name(plan: Plan) -> tuple[object, ...]:
 
 
 def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wishes, exhaustive: bool | None) -> Ranking:
-    """Everything that any framework could do; what this version runs is priced whole beside it."""
-    here = [] if wishes else _data_only(base, ranks, spec, cluster)
-    explored = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive, skip_data_only=bool(here))
-    found, size = here + explored.found, len(here) + explored.size
+    """Everything that any framework could do."""
+    _require_work(base, ranks, spec, cluster)
+    explored = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive)
+    found, size = explored.found, explored.size
     if not found:
-        raise _nothing(base, ranks, spec, cluster)
+        raise _nothing(base, ranks)
     offloaded = not any(item.score.fits for item in found)
     if offloaded and cluster.device.kind != "cpu":
         more = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive, offload=True)
@@ -150,14 +150,19 @@ def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wis
     return _wide_ranking(found, fitting, _words(explored, len(found), size, offloaded, cluster), explored, spec, cluster)
 
 
-def _data_only(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> list[Found]:
-    degrees = Degrees(tp=1, pp=1, cp=1, ep=1, dp=ranks)
-    return [Found(plan, score(plan, spec, cluster), degrees) for plan in space(base, ranks, spec, cluster)]
+def _require_work(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> None:
+    """The rules that no layout changes: sizes, the work, the number of devices.
+
+    Raises:
+        RuleBroken: the work breaks one.
+    """
+    broken = check(plain_plan(base, ranks, cluster), spec, cluster, to_run=False)
+    if mine := [v for v in broken if v.code.startswith(("size.", "workload.", "model.")) or v.code == "layout.devices"]:
+        raise RuleBroken("; ".join(v.message for v in mine), fix="; ".join(dict.fromkeys(v.fix for v in mine)))
 
 
-def _nothing(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> BadInput:
-    """Why the space is empty: a rule that the work itself breaks, or samples that no layout can share out."""
-    require(plain_plan(base, ranks, cluster), spec, cluster, to_run=False)
+def _nothing(base: Plan, ranks: int) -> BadInput:
+    """Why the space is empty: samples that no layout can share out."""
     samples = base.workload.samples_per_step
     return BadInput(
         f"samples_per_step = {samples} on {ranks} ranks ({over(samples, ranks)}): no layout gives each the same number",
@@ -168,7 +173,10 @@ def _nothing(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> BadIn
 def _wide_ranking(
     found: list[Found], fitting: list[Found], words: str, explored: Exploration, spec: ModelSpec, cluster: Cluster
 ) -> Ranking:
-    distinct = list({_wide_name(item): item for item in reversed(fitting)}.values())[::-1]  # the best of each
+    kinds: dict[tuple[object, ...], Found] = {}
+    for item in fitting:
+        kinds.setdefault(_wide_name(item), item)
+    distinct = list(kinds.values())
     best = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[:NUM_BEST]]
     runs = tuple(not check(plan, spec, cluster) for plan, _ in best)
     runnable = next((item.plan for item in fitting if item.degrees.data_only and not check(item.plan, spec, cluster)), None)

@@ -132,6 +132,11 @@ def summary(plan: Plan) -> str:
     ))  # fmt: skip
 
 
+def short(plan: Plan) -> str:
+    """A plan's layout alone: `tp 8, pp 4 1f1b, zero 3`."""
+    return ", ".join((*_degrees(plan), _sharing(plan)))
+
+
 def _degrees(plan: Plan) -> list[str]:
     """The axes beside data parallelism that are used."""
     layout, pipe = plan.layout, plan.pipeline
