@@ -19,12 +19,12 @@ from fullstride.plan.ledger.states import frozen, on_device
 from fullstride.plan.stages import chunks_of
 
 MIB = 2**20
-BIG_WORKSPACE = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300", "h800", "h20")
-"""Kinds from Hopper on: Transformer Engine keeps 32 MiB for cuBLASLt there and 4 MiB before (te/pytorch/module/base.py), torch
-32 MiB for each cuBLAS handle and 8.125 MiB before (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-FUSED_HOPPER = ("h100", "h200", "gh200", "h800", "h20")
-"""Where Transformer Engine takes cuDNN's attention, which reads [sequence, batch] as it is; elsewhere flash-attention wants
-[batch, sequence], and its result is copied back."""
+BLACKWELL = ("b200", "gb200", "b300", "gb300")
+HOPPER = ("h100", "h200", "gh200", "h800", "h20")
+"""Torch gives each cuBLAS handle 32 MiB there and 8.125 MiB elsewhere (aten/src/ATen/cuda/CublasHandlePool.cpp). Transformer
+Engine keeps 32 MiB for cuBLASLt from Hopper on and 4 MiB before (te/pytorch/module/base.py). On Hopper it takes cuDNN's
+attention, which reads [sequence, batch] as it is; elsewhere flash-attention wants [batch, sequence], and its result is
+copied back."""
 HANDLES = 2
 """The forward thread and autograd's thread each have a cuBLAS handle with a workspace of its own."""
 MASKED = ("megatron-te", "megatron-local")
@@ -93,9 +93,9 @@ def workspaces(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """What cuBLAS and Transformer Engine keep for matrix products, inside torch's allocator."""
     if not _on(local) or cluster.device.kind == "cpu":
         return ()
-    big = _is(cluster, BIG_WORKSPACE)
+    big = _is(cluster, (*HOPPER, *BLACKWELL))
     each = _configured(local.plan.comm.env.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    each = each or (32 * MIB if big else 8 * MIB + 128 * 1024)
+    each = each or (32 * MIB if _is(cluster, HOPPER) else 8 * MIB + 128 * 1024)
     found = [assumed("cuBLAS workspaces", "workspace", HANDLES * each, f"{HANDLES} handles x {each / MIB:g} MiB")]
     experts = {s.name for part in local.blocks for s in part.sublayers if s.kind == "experts"}
     if local.spec.family != "megatron-local" or experts:
@@ -145,7 +145,7 @@ def attention_buffers(local: Local, cluster: Cluster) -> tuple[Row, ...]:
         return ()
     size = compute_bytes(plan)
     if plan.kernels.attention == "sdpa":
-        if _is(cluster, FUSED_HOPPER) or cluster.device.kind == "cpu":
+        if _is(cluster, HOPPER) or cluster.device.kind == "cpu":
             return ()
         copies = sum(part.count * part.alive * c.num_heads * c.value_dim for c, part in cores) / plan.layout.tp
         source = "flash-attention's [batch, sequence] result, copied back"
@@ -187,7 +187,7 @@ def fp8_copies(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     if plan.precision.fp8 == "off":
         return ()
     weights_of = sum(part.count * part.matmul_weights for part in local.blocks)
-    copies = 1 if _is(cluster, ("b200", "gb200", "b300", "gb300")) else 2
+    copies = 1 if _is(cluster, BLACKWELL) else 2
     if not _on(local):
         largest = max((part.matmul_weights for part in local.blocks), default=0)
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.estimate import Moment, MomentName, Row
-from fullstride.plan.ledger import activations, carriers, megatron, states, tiers
+from fullstride.plan.ledger import activations, carriers, deepspeed, megatron, states, tiers
 from fullstride.plan.ledger.local import Local, local_of
 from fullstride.plan.ledger.logits import logits
 from fullstride.plan.ledger.row import ALL, RowMaker, row
@@ -39,6 +39,17 @@ MAKERS: tuple[RowMaker, ...] = (*OWN_STATES, *KEPT, *AROUND, states.optimizer_te
 """Everything that takes memory, one function each."""
 MEGATRON: tuple[RowMaker, ...] = (*MEGATRON_STATES, *KEPT, *AROUND, *LAST)
 """The same under Megatron's conventions."""
+DEEPSPEED: tuple[RowMaker, ...] = (
+    deepspeed.weights,
+    deepspeed.optimizer_states,
+    deepspeed.gradients,
+    deepspeed.buckets,
+    *KEPT,
+    *AROUND,
+    *LAST,
+)
+"""And under DeepSpeed's."""
+BY_CARRIER = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
 
 ELSEWHERE = ("host", "disk")
 """Kinds that are not device memory."""
@@ -62,7 +73,7 @@ def ledger(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
 
 
 def _rows(local: Local, cluster: Cluster) -> list[Row]:
-    makers = MEGATRON if local.plan.shard.carrier == "megatron" else MAKERS
+    makers = BY_CARRIER.get(local.plan.shard.carrier, MAKERS)
     rows = _first_step([item for make in makers for item in make(local, cluster)])
     peak = peak_of(moments_of(tuple(rows), inside=True))
     source = f"{FRAGMENTATION:.0%} of the allocated peak"
