@@ -5,7 +5,9 @@ Seconds are those of the cost's own pieces, stage by stage; bytes are those of t
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -15,9 +17,9 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost import comm, compute
 from fullstride.plan.cost.lanes import Held, again, host_seconds, recomputed
-from fullstride.plan.cost.pieces import local_tokens, pieces
+from fullstride.plan.cost.pieces import Piece, local_tokens, pieces
 from fullstride.plan.estimate import MomentName, Row
-from fullstride.plan.facts import compute_bytes
+from fullstride.plan.facts import Part, compute_bytes
 from fullstride.plan.ledger.alive import alive
 from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
@@ -29,6 +31,8 @@ from fullstride.plan.stages import Stage, chunks_of, num_stages, stages_of
 
 RUNNING: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
 """Moments of the ledger at which the pipeline is at work."""
+MOST_ACTIONS = 100_000
+"""Some tenths of a second of simulation."""
 
 
 def schedule_of(plan: Plan) -> str:
@@ -79,7 +83,8 @@ def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[i
     cluster = slowest(cluster)
     stages, sizes = stages_of(plan, spec), sizes or sizes_of(plan)
     held = [_held(_sized(plan, size), spec, cluster, stage, stages) for stage, size in zip(stages, sizes, strict=True)]
-    memory = [_bytes(plan, spec, cluster, rank) for rank in range(plan.layout.pp)]
+    rows = ledger(plan, spec, cluster)
+    memory = [_bytes(plan, rows, rank) for rank in range(plan.layout.pp)]
     send, update = _send_seconds(plan, spec, cluster), compute.optimizer(plan, spec, cluster).seconds
     reduced = sum(make(plan, spec, cluster).exposed_seconds for make in (comm.all_reduce, comm.own_reduce, comm.reduce))
     found = []
@@ -103,39 +108,83 @@ def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[i
     return Durations(stages=tuple(found))
 
 
-def balanced_layers(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
-    """Blocks of each stage by cost, embedding, head and loss counted, such that every rank fits.
+def balanced_layers(plan: Plan, spec: ModelSpec, cluster: Cluster, *, most_actions: int = MOST_ACTIONS) -> tuple[int, ...]:
+    """Blocks of each stage, embedding, head and loss counted, such that every rank fits and the simulated step is short.
+
+    The exact split with the fastest slowest stage comes first. Blocks are then moved from stage to stage as long as the
+    simulator finds a shorter pipeline: a rank with several stages is paced by their sum, and schedules have slack in
+    different places.
+
+    Args:
+        plan: with pp above 1.
+        spec: its model.
+        cluster: where.
+        most_actions: actions that may be simulated for moves, some microseconds each.
 
     Raises:
-        RuleBroken: fewer blocks than stages.
+        RuleBroken: fewer blocks than stages, or the schedule cannot work with the plan's chunks or micro-batches.
         DoesNotFit: no split was found in which every rank fits.
     """
     cluster = slowest(cluster)
-    stages = num_stages(plan)
-    capacity = cluster.device.memory_bytes.value
-    most = [float(spec.num_blocks)] * stages
+    layers = _balanced(plan, spec, cluster)
+    best = _simulated(_layered(plan, layers), spec, cluster)
+    before: tuple[int, ...] = ()
+    actions = 4 * num_stages(plan) * -(-samples_of(plan) // min(sizes_of(plan)))
+    left = most_actions - actions
+    while layers != before and left > 0:
+        before = layers
+        for moved in _moves(before):
+            left -= actions
+            if left < 0 or _over(_layered(plan, moved), spec, cluster):
+                continue
+            seconds = _simulated(_layered(plan, moved), spec, cluster)
+            if seconds < best * (1 - 1e-9):
+                layers, best = moved, seconds
+    return layers
+
+
+def _layered(plan: Plan, layers: tuple[int, ...]) -> Plan:
+    return replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=layers))
+
+
+def _simulated(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
+    return plan_timeline(plan, spec, cluster, record=False).span_seconds
+
+
+def _moves(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One block from a stage to another."""
+    for source, target in itertools.permutations(range(len(layers)), 2):
+        if layers[source] > 1:
+            yield tuple(count - (stage == source) + (stage == target) for stage, count in enumerate(layers))
+
+
+def _over(plan: Plan, spec: ModelSpec, cluster: Cluster) -> list[int]:
+    """Pipeline ranks that do not fit."""
+    rows, capacity = ledger(plan, spec, cluster), cluster.device.memory_bytes.value
+    return [rank for rank in range(plan.layout.pp) if peak_of(moments_of(rows, stage=rank)).bytes > capacity]
+
+
+def _balanced(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
+    """The split with the fastest slowest stage in which every rank fits."""
     found = pieces(plan, spec, cluster)
-    blocks = [
-        _alone(plan, Held(1.0, part, piece, 0.0)) for part, piece in found if part.group == "blocks" for _ in range(part.count)
-    ]
-    ends = [_alone(plan, Held(1.0, *found[place], 0.0)) for place in (0, -1)]
+    blocks = [_alone(plan, part, piece) for part, piece in found if part.group == "blocks" for _ in range(part.count)]
+    first, last = (_alone(plan, *found[place]) for place in (0, -1))
+    most = [float(len(blocks))] * num_stages(plan)
     while True:
         layers = balance_stages(
             tuple(blocks),
             pp=plan.layout.pp,
             chunks=chunks_of(plan),
-            embedding_seconds=ends[0],
-            head_seconds=ends[1] + _loss_seconds(plan, spec, cluster),
+            embedding_seconds=first,
+            head_seconds=last + _loss_seconds(plan, spec, cluster),
             block_bytes=(1.0,) * len(blocks),
             stage_limits=tuple(most),
         )
-        tried = replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=layers))
-        rows = ledger(tried, spec, cluster)
-        over = [rank for rank in range(plan.layout.pp) if peak_of(moments_of(rows, stage=rank)).bytes > capacity]
+        over = _over(_layered(plan, layers), spec, cluster)
         if not over:
             return layers
         for rank in over:
-            own = [stage.index for stage in stages_of(tried, spec) if stage.rank == rank]
+            own = [stage.index for stage in stages_of(plan, spec) if stage.rank == rank]
             fullest = max(own, key=lambda index: layers[index])
             most[fullest] = layers[fullest] - 1.0
 
@@ -163,10 +212,10 @@ def _sized(plan: Plan, size: int) -> Plan:
     return plan if size == plan.batch.micro_batch else replace(plan, batch=replace(plan.batch, micro_batch=size))
 
 
-def _alone(plan: Plan, held: Held) -> float:
+def _alone(plan: Plan, part: Part, piece: Piece) -> float:
     """Seconds of one part, made again as often as its like are."""
-    share = 1.0 / plan.recompute.every if held.part.group == "blocks" else 0.0
-    return held.piece.forward + held.piece.backward + share * again(plan, held.piece)
+    share = 1.0 / plan.recompute.every if part.group == "blocks" else 0.0
+    return piece.forward + piece.backward + share * again(plan, piece)
 
 
 def _held(plan: Plan, spec: ModelSpec, cluster: Cluster, stage: Stage, stages: tuple[Stage, ...]) -> tuple[Held, ...]:
@@ -225,9 +274,9 @@ class _Bytes(NamedTuple):
     static: float
 
 
-def _bytes(plan: Plan, spec: ModelSpec, cluster: Cluster, rank: int) -> _Bytes:
-    """The ledger's fullest moment with activations, taken apart."""
-    rows = tuple(row for row in ledger(plan, spec, cluster) if row.stage == rank)
+def _bytes(plan: Plan, rows: tuple[Row, ...], rank: int) -> _Bytes:
+    """The ledger's fullest moment with activations on one rank, taken apart."""
+    rows = tuple(row for row in rows if row.stage == rank)
     moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank)}
     fullest = max(RUNNING, key=lambda name: moments[name])
     kept, working = _at(rows, fullest, "activations"), _at(rows, fullest, "logits", "recompute")

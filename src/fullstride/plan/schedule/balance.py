@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fullstride.errors import DoesNotFit, RuleBroken
-from fullstride.units import format_bytes
 
 _SLACK = 1e-12
 """Relative difference that is rounding."""
@@ -81,8 +80,7 @@ def balance_stages(
     )
     slowest = _slowest(work, stages, num)
     if math.isinf(slowest):
-        total = format_bytes(int(sum(sizes)))
-        raise DoesNotFit(f"{num} blocks of {total} in all fit on no split over {stages} stages", fix="use more stages")
+        raise DoesNotFit(f"no split of {num} blocks over {stages} stages keeps to their limits", fix="use more ranks")
     return _most_even(work, stages, num, slowest)
 
 
