@@ -10,7 +10,7 @@ from fullstride.model.presets import preset_config
 from fullstride.model.source import load_spec
 from fullstride.plan.defaults import AUTOCAST, FP32, weights_cast
 from fullstride.plan.ledger.local import local_of
-from fullstride.plan.ledger.table import FRAGMENTATION, ledger, moments_of, peak_of
+from fullstride.plan.ledger.table import FRAGMENTATION, ledger, moments_of, peak_device_bytes, peak_of
 from fullstride.plan.ledger.totals import chance, fullest, static_bytes, totals
 from fullstride.plan.plan import Adapter, Batch, Compile, Layout, Optimizer, Pipeline, Recompute, Shard, Workload
 from fullstride.plan.stages import blocks_per_stage, stages_of
@@ -133,6 +133,22 @@ def test_peaks_are_of_the_fullest_rank():
         inside = peak_of(moments_of(rows, inside=True, stage=rank)).bytes
         assert own[-1].kind == "fragmentation"
         assert own[-1].bytes == round(FRAGMENTATION * inside)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pp=st.integers(1, 6),
+    blocks=st.integers(6, 14),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]),
+    m=st.integers(1, 8),
+    carrier=st.sampled_from(["fsdp2", "megatron"]),
+)
+def test_fewer_ranks_give_the_same_peak(pp, blocks, schedule, m, carrier):
+    spec = llama(blocks=blocks)
+    pipe = Pipeline(schedule=schedule, chunks=2 if schedule in ("interleaved", "zb-v") else 1)
+    shard = Shard(carrier=carrier, stage=1)
+    plan = plan_for(layout=Layout(pp=pp, dp_shard=2), accumulation=m, pipeline=pipe, shard=shard)
+    assert peak_device_bytes(plan, spec, GPUS) == peak_of(moments_of(ledger(plan, spec, GPUS))).bytes
 
 
 def test_first_step_and_checkpoint():

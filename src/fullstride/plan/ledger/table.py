@@ -5,11 +5,13 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.estimate import Moment, MomentName, Row
+from fullstride.plan.facts import once
 from fullstride.plan.ledger import activations, carriers, deepspeed, megatron, states, tiers
 from fullstride.plan.ledger.local import Local, local_of
 from fullstride.plan.ledger.logits import logits
 from fullstride.plan.ledger.row import ALL, RowMaker, row
 from fullstride.plan.plan import Plan
+from fullstride.plan.stages import stages_of
 
 OWN_STATES: tuple[RowMaker, ...] = (states.weights, states.optimizer_states, states.gradients, states.early_gradients)
 MEGATRON_STATES: tuple[RowMaker, ...] = (megatron.weights, megatron.optimizer_states, megatron.gradients)
@@ -70,6 +72,31 @@ def ledger(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     for rank in range(plan.layout.pp):
         found += _rows(local_of(plan, spec, rank), cluster)
     return tuple(found)
+
+
+def peak_device_bytes(plan: Plan, spec: ModelSpec, cluster: Cluster) -> int:
+    """The fullest rank's peak with everything the device must hold, for a search: as from all rows, from fewer ranks."""
+    peaks = [peak_of(moments_of(tuple(_rows(local_of(plan, spec, rank), cluster)))) for rank in _candidates(plan, spec)]
+    return max(peak.bytes for peak in peaks)
+
+
+def _candidates(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
+    """Ranks of which one is the fullest: of those that hold the same blocks the first has most micro-batches alive."""
+    pp, pipe = plan.layout.pp, plan.pipeline
+    if pp <= 2 or pipe.schedule == "zb-v" or pipe.micro_batch_per_stage:
+        return tuple(range(pp))
+    return once(spec, ("candidates", pp, pipe.schedule, pipe.chunks, pipe.layers_per_stage), lambda: _first_of_each(plan, spec))
+
+
+def _first_of_each(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
+    held: dict[int, list[object]] = {}
+    for stage in stages_of(plan, spec):
+        blocks = tuple((id(stack), count) for stack, count in stage.stacks)
+        held.setdefault(stage.rank, []).append((blocks, stage.has_head))
+    first: dict[object, int] = {}
+    for rank in range(plan.layout.pp):
+        first.setdefault(tuple(held[rank]), rank)
+    return tuple(sorted(first.values()))
 
 
 def _rows(local: Local, cluster: Cluster) -> list[Row]:
