@@ -138,8 +138,12 @@ class _Loop:
 
     @property
     def end_of_trials(self) -> float:
-        """The last measurement must find what the trials found: it needs about as many alternations as the clearest did."""
+        """The last measurement must find what the trials found: it needs about as many alternations as the clearest did.
+
+        Twice as many on a restless machine: there a trial that was kept early was lucky in part.
+        """
         needed = min((t.comparison.alternations for t in self._kept() if t.comparison), default=0)
+        needed *= 2 if self.ladder.noise > NARROW else 1
         return self.start + self.ladder.budget_seconds - self.pace.seconds_of(needed)
 
     # -- the ladder -----------------------------------------------------------------------------------------------------
