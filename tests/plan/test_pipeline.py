@@ -4,8 +4,9 @@ from tests.plan.plan_values import gpus, llama, plan_of
 
 from fullstride.errors import DoesNotFit, RuleBroken
 from fullstride.plan.ledger.table import ledger, moments_of
-from fullstride.plan.pipeline import RUNNING, balanced_layers, choose_sizes, plan_durations, plan_timeline
+from fullstride.plan.pipeline import RUNNING, balanced_layers, choose_sizes, plan_durations, plan_schedule, plan_timeline
 from fullstride.plan.plan import Batch, Layout, Pipeline, Workload
+from fullstride.plan.schedule.checker import faults
 
 SPEC = llama(hidden=2048, blocks=16, heads=16, kv_heads=8, ffn=8192, vocab=32_000, positions=8192)
 WIDE = llama(hidden=1024, blocks=12, heads=16, kv_heads=8, ffn=2816, vocab=200_000, positions=8192)
@@ -32,6 +33,13 @@ def test_every_schedule_has_a_timeline_whose_peaks_are_the_ledgers(schedule, chu
     for rank in timeline.ranks:
         moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank.rank)}
         assert rank.peak_bytes == pytest.approx(max(moments[name] for name in RUNNING), rel=1e-6)
+
+
+def test_the_actions_of_a_plan_can_be_run():
+    schedule = plan_schedule(piped("zb-v", chunks=2, micro=2, many=9))
+
+    assert schedule.samples == 18
+    assert faults(schedule.actions, schedule.placement, schedule.samples) == ()
 
 
 def test_the_order_of_schedules_is_that_of_their_bubbles():

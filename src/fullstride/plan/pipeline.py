@@ -25,8 +25,11 @@ from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Pipeline, Plan
 from fullstride.plan.schedule.balance import balance_stages
+from fullstride.plan.schedule.generators import generate
+from fullstride.plan.schedule.placement import placement_of
 from fullstride.plan.schedule.sizes import SizeChoice, choose_micro_batches
-from fullstride.plan.simulate import Durations, PipelineTimeline, StageDurations, simulate_schedule
+from fullstride.plan.schedule.text import Schedule
+from fullstride.plan.simulate import Durations, PipelineTimeline, StageDurations, simulate
 from fullstride.plan.stages import Stage, chunks_of, num_stages, stages_of
 
 RUNNING: tuple[MomentName, ...] = ("forward_end", "loss", "backward")
@@ -51,6 +54,17 @@ def samples_of(plan: Plan) -> int:
     return plan.batch.micro_batch * plan.batch.accumulation
 
 
+def plan_schedule(plan: Plan) -> Schedule:
+    """What each pipeline rank does in one step.
+
+    Raises:
+        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes.
+    """
+    name, pp, chunks, samples = schedule_of(plan), plan.layout.pp, chunks_of(plan), samples_of(plan)
+    actions = generate(name, pp, chunks, samples, sizes_of(plan))
+    return Schedule(name=name, placement=placement_of(name, pp, chunks), samples=samples, actions=actions)
+
+
 def plan_timeline(plan: Plan, spec: ModelSpec, cluster: Cluster, *, record: bool = True) -> PipelineTimeline:
     """The pipeline of one step as the simulator sees it.
 
@@ -63,9 +77,8 @@ def plan_timeline(plan: Plan, spec: ModelSpec, cluster: Cluster, *, record: bool
     Raises:
         RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes.
     """
-    durations = plan_durations(plan, spec, cluster)
-    name, pp, chunks = schedule_of(plan), plan.layout.pp, chunks_of(plan)
-    return simulate_schedule(name, pp, chunks, samples_of(plan), sizes_of(plan), durations, record=record)
+    schedule = plan_schedule(plan)
+    return simulate(schedule.actions, plan_durations(plan, spec, cluster), schedule.placement, record=record)
 
 
 def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[int, ...] = ()) -> Durations:

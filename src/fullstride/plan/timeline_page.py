@@ -95,11 +95,14 @@ def action_words(action: Action) -> str:
         return "optimizer"
     if action.kind == "reduce":
         return f"reduce of chunk {action.chunk}"
-    last = action.hi - 1
-    samples = f"sample {last}" if last == action.lo else f"samples {action.lo} to {last}"
     peer = f" to rank {action.peer}" if action.kind.startswith("send") else ""
     what = action.kind.replace("_", " ").replace("grad", "gradient")
-    return f"{what} of {samples}, chunk {action.chunk}{peer}"
+    return f"{what} of {_samples(action)}, chunk {action.chunk}{peer}"
+
+
+def _samples(action: Action) -> str:
+    last = action.hi - 1
+    return f"sample {last}" if last == action.lo else f"samples {action.lo} to {last}"
 
 
 def _figures(timeline: PipelineTimeline) -> Stats:
@@ -136,9 +139,11 @@ def _rank_cells(rank: RankTimeline) -> tuple[str, ...]:
 
 
 def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
-    if not timeline.waits:
+    least = 1e-6 * timeline.step_seconds  # less is rounding
+    waits = [wait for wait in timeline.waits if wait.end - wait.start > least]
+    if not waits:
         return ()
-    longest = sorted(timeline.waits, key=lambda wait: wait.start - wait.end)[:_MOST_WAITS]
+    longest = sorted(waits, key=lambda wait: wait.start - wait.end)[:_MOST_WAITS]
     rows = [
         TableRow(
             cells=(
@@ -150,8 +155,8 @@ def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
         )
         for wait in longest
     ]
-    total = sum(wait.end - wait.start for wait in timeline.waits)
-    told = f"{len(timeline.waits)} waits, {format_seconds(total / len(timeline.ranks))} a rank on average; the longest:"
+    total = sum(wait.end - wait.start for wait in waits)
+    told = f"{len(waits)} waits, {format_seconds(total / len(timeline.ranks))} a rank on average; the longest:"
     names = ("rank", "waits", "from", "for")
     columns = tuple(Column(name=name, align="right" if name in ("waits", "from") else "left") for name in names)
     return Heading(text="What ranks wait for"), Text(text=told), Table(columns=columns, rows=tuple(rows))
@@ -159,7 +164,7 @@ def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
 
 def _reason(action: Action) -> str:
     what = "activations" if action.kind == "recv_forward" else "gradients"
-    return f"{what} of samples {action.lo} to {action.hi - 1} from rank {action.peer}, chunk {action.chunk}"
+    return f"{what} of {_samples(action)} from rank {action.peer}, chunk {action.chunk}"
 
 
 def _memory(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
