@@ -10,6 +10,7 @@ from pathlib import Path
 from fullstride.cli.choose import checked, choose_model
 from fullstride.cli.claim import error_of, plain_name
 from fullstride.cli.command import refuse_existing
+from fullstride.cli.foreign import plan_to_run
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
 from fullstride.cluster.probe import probe_cluster
@@ -19,7 +20,7 @@ from fullstride.launch.session import WorkerSession
 from fullstride.measure.protocol import FULL, Settings
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
-from fullstride.plan.toml import read_plan, write_plan
+from fullstride.plan.toml import write_plan
 from fullstride.report.progress import ProgressView
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.driver import Driver
@@ -27,13 +28,18 @@ from fullstride.tune.driver import Driver
 SHORT_MINUTES, FULL_MINUTES = 3.0, 600.0
 
 
-def read_runnable(path: str, out: Output) -> tuple[Plan, ModelSpec, Cluster]:
-    """A plan file whose plan may run on this machine, with its model and the machine.
+def read_runnable(path: str, out: Output, model: str | None = None) -> tuple[Plan, ModelSpec, Cluster]:
+    """A plan file (or another framework's, in the nearest form that runs) for this machine, with its model and the machine.
+
+    Args:
+        path: The file.
+        out: Told what of a foreign file was not carried.
+        model: For a foreign file that does not name one.
 
     Raises:
         BadInput: damaged, or forbidden by a rule here.
     """
-    plan = read_plan(path)
+    plan = plan_to_run(path, out, model=model)
     _, spec = choose_model(plan.model.source)
     cluster = probe_cluster(num_ranks=plan.layout.world_size)
     checked(plan, spec, cluster, out)
@@ -50,7 +56,7 @@ def fresh_run_dir(verb: str, output: str | None, name: str) -> RunDir:
 
 def settings_of(full: bool) -> Settings:
     """The protocol's form, for a measurement that decides nothing by itself."""
-    return FULL if full else Settings(screen=False)
+    return FULL if full else Settings(screen=False, promising_alternations=16)
 
 
 @contextmanager

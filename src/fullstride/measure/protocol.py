@@ -24,7 +24,7 @@ STEADY = 0.1
 """Two step times that differ by less are steady."""
 SCREENED = 0.1
 """A screen never asks for more gain than this, however restless the machine is: its noise may be known better later."""
-NARROW = 0.02
+NARROW = 0.01
 """Half-width of an A/A interval at which enough is known of a machine's noise."""
 MOST_VOID = 2
 """Void rounds that are repeated before the comparison is given up."""
