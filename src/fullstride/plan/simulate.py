@@ -56,7 +56,7 @@ class Durations(Value, frozen=True, kw_only=True):
     """Whether the optimizer waits for all ranks, as clipping by the global norm makes it."""
 
 
-class ActionRun(Value, frozen=True, kw_only=True):
+class ActionRun(Value, frozen=True, kw_only=True, gc=False):
     """When an action took place, in seconds from the start of the step."""
 
     action: Action

@@ -27,7 +27,7 @@ ActionKind: TypeAlias = Literal[
 _TEXT = re.compile(r"(\d+):(\w+) c(\d+) \[(\d+),(\d+)\)(?: -> (\d+))?\Z")
 
 
-class Action(Value, frozen=True, kw_only=True):
+class Action(Value, frozen=True, kw_only=True, gc=False):
     """What one rank does next."""
 
     rank: int
