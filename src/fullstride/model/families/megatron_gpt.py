@@ -105,10 +105,9 @@ def _kinds(shape: MegatronShape) -> list[bool]:
     return list(shape.expert_layers) if shape.expert_layers else [True] * shape.layers
 
 
-def _ffn(shape: MegatronShape) -> int:
-    if shape.ffn:
-        return shape.ffn
-    return int(4 * shape.hidden * 2 / 3 / 64) * 64 if shape.gated else 4 * shape.hidden
+def ffn_of(hidden: int, *, gated: bool) -> int:
+    """Width of the MLP where `--ffn-hidden-size` is not given: 4 x hidden, gated two thirds of it to a multiple of 64."""
+    return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
 
 
 def _norm(tape: Tape, x: Tensor, path: str, size: int, shape: MegatronShape) -> Tensor:
@@ -132,7 +131,11 @@ def _block(tape: Tape, shape: MegatronShape, *, sparse: bool) -> None:
     x = tape.add(x, tape.dropout(out, shape.dropout))
     tape.at("norm2", "norm")
     normed = _norm(tape, x, "mlp.linear_fc1.layer_norm", shape.hidden, shape)
-    out = _experts(tape, normed, shape) if sparse else _mlp(tape, normed, shape, _ffn(shape), "mlp")
+    out = (
+        _experts(tape, normed, shape)
+        if sparse
+        else _mlp(tape, normed, shape, (shape.ffn or ffn_of(shape.hidden, gated=shape.gated)), "mlp")
+    )
     tape.at("residual2", "residual")
     tape.add(x, tape.dropout(out, shape.dropout))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from fullstride.model.families.megatron_gpt import ExpertSizes, LatentSizes, MegatronShape, megatron_spec
+from fullstride.model.families.megatron_gpt import ExpertSizes, LatentSizes, MegatronShape, ffn_of, megatron_spec
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Comm, Kernels, Loss, Plan
 from fullstride.plan.validation.networks import Network
@@ -61,7 +61,8 @@ def _shape(row: Mapping[str, str], given: Mapping[str, str], framework: str, net
     simumax, sizes = framework == "megatron-simumax", None
     if network.experts:
         grouped = simumax or _flag(given, "moe-grouped-gemm")
-        ffn = network.expert_ffn or network.ffn
+        ffn = int(given.get("moe-ffn-hidden-size", 0)) or (network.expert_ffn if simumax or row.get("ffn_hidden") else 0)
+        ffn = ffn or ffn_of(network.hidden, gated=network.gated)
         sizes = ExpertSizes(
             count=network.experts, per_token=network.per_token, ffn=ffn, shared_ffn=network.shared_ffn, grouped=grouped
         )
@@ -116,7 +117,7 @@ def _plan(row: Mapping[str, str], given: Mapping[str, str], framework: str, plan
     precision = plan.precision
     if precision.block == "fp16":  # sums gradients in fp16 too
         precision = replace(precision, gradient="fp16", reduction="fp16")
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if _flag(given, "deterministic-mode") else {}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if _sets_workspace(row, given) else {}
     fusion = not _flag(given, "no-gradient-accumulation-fusion")
     plan = replace(
         plan,
@@ -126,6 +127,13 @@ def _plan(row: Mapping[str, str], given: Mapping[str, str], framework: str, plan
         loss=Loss(fused="script" if _flag(given, "cross-entropy-loss-fusion") else "no"),
     )
     return _uneven(given, _layout(row, given, plan), int(float(row["layers"])))
+
+
+def _sets_workspace(row: Mapping[str, str], given: Mapping[str, str]) -> bool:
+    """Deterministic recipes set cuBLAS' workspace; so do those of mixtures under context parallelism or with offloading."""
+    alone = row.get("cp", "1") in ("", "1")
+    mixture = "num-experts" in given and (not alone or "offloading" in row.get("model", ""))
+    return _flag(given, "deterministic-mode") or mixture
 
 
 def _sharded(plan: Plan) -> Any:
@@ -165,5 +173,5 @@ def _attention(row: Mapping[str, str], given: Mapping[str, str]) -> str:
         return "sdpa"
     regular = "resume" not in name and "memory_speed" not in name and "release" not in name and "weekly" not in name
     latent = given.get("multi-latent-attention") == "True"
-    old = where.startswith("lts_dgxa100")
+    old = where.startswith("lts_dgxa100") and "reshard" not in name
     return "fused_softmax" if old or latent or (regular and _flag(given, "deterministic-mode")) else "sdpa"
