@@ -106,3 +106,16 @@ def test_the_tail_keeps_the_newest_and_reads_losses_that_are_no_number(run_dir):
     write_events(run_dir, [make_step(0), Evaluation(time_ns=1, step=1, loss=2.5, tokens=12), make_step(1, loss=math.nan)])
     assert len(tail.read()) == 3
     assert tail.last.step == 1 and math.isnan(tail.last.loss) and tail.evaluation.loss == 2.5
+
+
+def test_a_save_that_failed_is_told_while_training_goes_on(run_dir):
+    notes = []
+
+    class View:
+        note = staticmethod(notes.append)
+
+    tail = Tail(run_dir.events(0))
+    signs = (("forward", ""), ("checkpoint", "checkpoints/step-5: No space left on device"), ("export", "model"))
+    write_events(run_dir, [Progress(time_ns=1, phase=phase, note=note) for phase, note in signs])
+    show(tail.read(), View(), 10)
+    assert notes == ["  a checkpoint was not saved: checkpoints/step-5: No space left on device"]

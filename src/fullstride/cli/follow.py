@@ -5,9 +5,13 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from fullstride.events import Evaluation, StepEnd, read_events
+from fullstride.events import Evaluation, Progress, StepEnd, read_events
 from fullstride.report.progress import ProgressView
 from fullstride.units import format_count
+
+Told = StepEnd | Evaluation | Progress
+TOLD_PHASES = {"checkpoint": "a checkpoint was not saved:", "resume": "goes on from"}
+"""Signs of life that a person should read, and how they are introduced."""
 
 
 class Tail:
@@ -23,7 +27,7 @@ class Tail:
         self._path = path
         self._start = path.stat().st_size if path.exists() else 0
 
-    def read(self) -> list[StepEnd | Evaluation]:
+    def read(self) -> list[Told]:
         """What was added since the last call; a line that is not whole yet waits for the next one."""
         if not self._path.exists():
             return []
@@ -31,19 +35,25 @@ class Tail:
             file.seek(self._start)
             added = file.read()
         events = islice(read_events(self._path, self._start), added.count(b"\n"))
-        told = [event for event in events if isinstance(event, StepEnd | Evaluation)]
+        told = [event for event in events if isinstance(event, Told) and _is_told(event)]
         self._start += added.rfind(b"\n") + 1
         for event in told:
             if isinstance(event, StepEnd):
                 self.last = event
-            else:
+            elif isinstance(event, Evaluation):
                 self.evaluation = event
         return told
 
 
-def show(told: list[StepEnd | Evaluation], view: ProgressView, num_steps: int) -> None:
-    """Held-out losses as lines that stay, the newest step on the live line: place, time, loss, tokens per second."""
+def _is_told(event: Told) -> bool:
+    return not isinstance(event, Progress) or (event.phase in TOLD_PHASES and bool(event.note))
+
+
+def show(told: list[Told], view: ProgressView, num_steps: int) -> None:
+    """Held-out losses and saves that failed as lines that stay, the newest step on the live line: time, loss, tokens/s."""
     for event in told:
+        if isinstance(event, Progress):
+            view.note(f"  {TOLD_PHASES[event.phase]} {event.note}")
         if isinstance(event, Evaluation):
             view.note(f"  after {event.step} steps: held-out loss {event.loss:.4f} over {format_count(event.tokens)} tokens")
     steps = [event for event in told if isinstance(event, StepEnd)]
