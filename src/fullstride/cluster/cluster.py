@@ -158,6 +158,8 @@ class Coefficients(Value, frozen=True, kw_only=True):
     """Share of a link's one-way bandwidth that collectives reach, inside a node and between nodes."""
     launch_seconds: float = 5e-6
     """Host time of one operator."""
+    drift: float = 0.0
+    """What each further rank that must meet in every block adds to the host's time: hosts drift, and all wait for the last."""
     kernel_seconds: float = 5e-6
     """Device time that any kernel costs, however small."""
     step_seconds: float = 1e-3

@@ -31,6 +31,9 @@ TILES: tuple[tuple[int, int, float], ...] = (
 """Tiles of a result that one multiprocessor makes at a time, and their share of the best rate (shared-memory reuse)."""
 SPLITS = (1, 2, 4)
 """A product with few tiles is also cut along its inner size (split-k), its parts being summed in fp32."""
+UNALIGNED_SHARE = 0.4
+"""Rate of 16-bit products with a row whose size is no multiple of eight elements, which tensor cores cannot load 16 bytes at a
+time (a vocabulary of 50257 takes 2.5 times as long as one of 50304; NVIDIA's guide to matrix products says why)."""
 TREE_SHARE = 0.9
 """Bandwidth of a double binary tree over that of a ring (NCCL's tuning tables)."""
 NVLS_SHARE = 1.35
@@ -80,8 +83,11 @@ class Curve(NamedTuple):
     """(log size, log seconds), rising in size."""
 
 
-def matmul_seconds(cluster: Cluster, dtype: DType, m: int, n: int, k: int) -> Rate:
-    """Time of one product [m, k] x [k, n] on one device (one rank of a CPU host), launch included."""
+def matmul_seconds(cluster: Cluster, dtype: DType, m: int, n: int, k: int, *, aligned: bool | None = None) -> Rate:
+    """Time of one product [m, k] x [k, n] on one device (one rank of a CPU host), launch included.
+
+    `aligned` says whether rows start at multiples of 16 bytes; by default that is read off n and k, as for a plain product.
+    """
     if min(m, n, k) <= 0:
         return Rate(0.0, "modelled", "no work")
     found = _matmul_curves(cluster, dtype)
@@ -94,6 +100,8 @@ def matmul_seconds(cluster: Cluster, dtype: DType, m: int, n: int, k: int) -> Ra
     moved = size * (m * k + k * n) + out * m * n
     peak, source = _peak(cluster, dtype)
     share, reached = product_share(cluster, dtype), cluster.reached
+    if not (aligned if aligned is not None else n % 8 == 0 and k % 8 == 0) and cluster.device.kind != "cpu":
+        share *= UNALIGNED_SHARE
     seconds = max(_tiled(cluster, peak * share, m, n, k), copy_seconds(cluster, moved).seconds) + _kernel_seconds(cluster)
     how = "roofline of tiles and waves" if cluster.device.kind != "cpu" else "roofline"
     return Rate(seconds, "assumed", f"{how}, {share:.0%} of {source} ({reached.source})")

@@ -7,18 +7,12 @@ from fullstride.cluster.catalogue import PCIE_BYTES
 from fullstride.cluster.cluster import DEFAULT_COEFFICIENTS, Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.compute import stepped_parameters, term
-from fullstride.plan.cost.lanes import busiest, micro_seconds
+from fullstride.plan.cost.lanes import busiest, host_seconds, micro_seconds, operators
 from fullstride.plan.cost.pieces import local_tokens
 from fullstride.plan.estimate import Term
 from fullstride.plan.facts import BYTES, num_tensors
 from fullstride.plan.plan import Plan
 
-BACKWARD_LAUNCHES = 2.0
-"""Operators of backward over those of forward."""
-SELECTIVE_LAUNCHES = 3.0
-"""Selective recompute passes every operator through a Python dispatch mode, twice; assumed."""
-WRAPPER_SECONDS = 3e-4
-"""Host time of FSDP2's hooks for one part and micro-batch, forward and backward; assumed."""
 STEP_SECONDS = DEFAULT_COEFFICIENTS.step_seconds
 """Python of one step: batch, schedule, events; assumed."""
 NVME_BYTES = 3e9
@@ -31,30 +25,18 @@ TOKENIZER_SECONDS = 1e-6
 
 
 def launches(plan: Plan, spec: ModelSpec, cluster: Cluster, device_seconds: float) -> Term:
-    """Host time to launch a step. On a GPU only what exceeds the device's work shows: a step is never faster than its host."""
+    """Host time to launch a step. On a GPU only what exceeds the device's work shows: a step is never faster than its host.
+
+    `device_seconds` is the work of the busiest rank without waiting and without what stands after the last micro-batch.
+    """
     launch = rates.launch_seconds(cluster)
-    held = busiest(plan, spec, cluster)
-    operators = 0.0
-    if not plan.compile.graphs:
-        extra = {"none": 0.0, "full": 1.0, "attention": 0.2}.get(plan.recompute.mode, 1.0)
-        if plan.recompute.mode == "norm_activation" and plan.compile.mode != "block":
-            extra = SELECTIVE_LAUNCHES
-        operators = sum(h.piece.operators * (h.many * (1 + BACKWARD_LAUNCHES) + h.recomputed * extra) for h in held)
+    held, step, micro = busiest(plan, spec, cluster), cluster.reached.step_seconds, plan.batch.accumulation
+    seconds = host_seconds(plan, cluster, held) * micro + step
     if plan.optimizer.implementation == "loop":
-        operators += 14 * num_tensors(spec) / plan.batch.accumulation
-    step = cluster.reached.step_seconds
-    seconds = operators * plan.batch.accumulation * launch.seconds + step
-    if plan.shard.carrier == "fsdp2":
-        seconds += sum(h.many for h in held) * WRAPPER_SECONDS * plan.batch.accumulation
+        seconds += 14 * num_tensors(spec) * launch.seconds
     exposed = seconds if cluster.device.kind == "cpu" else max(step, seconds - device_seconds)
-    return term(
-        "host launches",
-        "host",
-        seconds,
-        f"{operators * plan.batch.accumulation:.0f} operators, {launch.source}",
-        launch.confidence,
-        exposed,
-    )
+    source = f"{operators(plan, held) * micro:.0f} operators, {launch.source}"
+    return term("host launches", "host", seconds, source, launch.confidence, exposed)
 
 
 def offload(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:

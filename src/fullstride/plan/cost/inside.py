@@ -130,9 +130,26 @@ def experts(part: Part, plan: Plan, cluster: Cluster) -> Moved:
     if ep == 1 or not rows:
         return NOTHING
     tokens = micro_tokens(plan) / plan.layout.cp / plan.layout.tp
-    size = tokens * rows * _hidden_size(part) * compute_bytes(plan)
+    each = tokens * _hidden_size(part) * compute_bytes(plan)
     near = max(1, min(ep, cluster.groups[0].num_devices // (plan.layout.tp * plan.layout.cp)))
-    one = rates.collective_seconds(cluster, "all_to_all", size, ep, per_node=near).seconds
+    if plan.shard.carrier == "megatron" and near < ep:
+        one = _once_a_node(cluster, each, rows, ep, near)
+    else:
+        one = rates.collective_seconds(cluster, "all_to_all", each * rows, ep, per_node=near).seconds
     share = cluster.reached.expert_hidden if plan.overlap.experts else 0.0
     shown = _hidden(2 * one, share, cluster.reached.contention)
     return Moved(2 * one, 2 * one, shown, shown)
+
+
+def _once_a_node(cluster: Cluster, each: float, rows: float, ep: int, near: int) -> float:
+    """Dispatchers such as DeepEP send a token once to each node that has one of its experts, and spread it there.
+
+    With `rows` experts a token over n nodes, (n - 1) (1 - (1 - 1/n)^rows) other nodes get it, if experts are equally likely.
+    """
+    group, reached, nodes = cluster.groups[0], cluster.reached, -(-ep // near)
+    if group.network is None:
+        return rates.collective_seconds(cluster, "all_to_all", each * rows, ep).seconds
+    others = (nodes - 1) * (1 - float((1 - 1 / nodes) ** rows))
+    across = each * others / (group.network.bandwidth.value * reached.network_share)
+    spread = each * rows * (near - 1) / near / (group.link.bandwidth.value * reached.link_share)
+    return (nodes - 1) * group.network.latency.value + max(across, spread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.pieces import Piece, once_for, pieces
@@ -79,24 +80,57 @@ def micro_seconds(plan: Plan, held: tuple[Held, ...]) -> float:
     return sum(h.many * (h.piece.forward + h.piece.backward) + h.recomputed * again(plan, h.piece) for h in held)
 
 
+BACKWARD_LAUNCHES = 2.0
+"""Operators of backward over those of forward."""
+SELECTIVE_LAUNCHES = 3.0
+"""Selective recompute passes every operator through a Python dispatch mode, twice; assumed."""
+WRAPPER_SECONDS = 3e-4
+"""Host time of FSDP2's hooks for one part and micro-batch, forward and backward; assumed."""
+COLLECTIVE_LAUNCHES = 3.0
+"""Operators that one collective of tensor parallelism is worth to the host."""
+
+
+def operators(plan: Plan, held: tuple[Held, ...]) -> float:
+    """Launches of one micro-batch on one rank; none where they are replayed as a graph."""
+    if plan.compile.graphs:
+        return 0.0
+    extra = {"none": 0.0, "full": 1.0, "attention": 0.2}.get(plan.recompute.mode, 1.0)
+    if plan.recompute.mode == "norm_activation" and plan.compile.mode != "block":
+        extra = SELECTIVE_LAUNCHES
+    sums = 2 * COLLECTIVE_LAUNCHES if plan.layout.tp > 1 else 0.0
+    return sum(
+        (h.piece.operators + sums * (h.part.group == "blocks")) * (h.many * (1 + BACKWARD_LAUNCHES) + h.recomputed * extra)
+        for h in held
+    )
+
+
+def host_seconds(plan: Plan, cluster: Cluster, held: tuple[Held, ...]) -> float:
+    """Host time of one micro-batch on one rank; ranks that meet in every block wait for the slowest of their hosts."""
+    seconds = operators(plan, held) * rates.launch_seconds(cluster).seconds * (1 + cluster.reached.drift * (plan.layout.tp - 1))
+    if plan.shard.carrier == "fsdp2":
+        seconds += sum(h.many for h in held) * WRAPPER_SECONDS
+    return seconds
+
+
 class Ranks(NamedTuple):
     """All pipeline ranks, in seconds of one micro-batch."""
 
     busiest: tuple[Held, ...]
     seconds: tuple[float, ...]
+    """Of device or host, whichever is slower."""
 
 
 def ranks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Ranks:
     """The pipeline ranks; the busiest one paces all."""
     if plan.layout.pp == 1:
         held = held_by(plan, spec, cluster, 0)
-        return Ranks(held, (micro_seconds(plan, held),))
+        return Ranks(held, (max(micro_seconds(plan, held), host_seconds(plan, cluster, held)),))
     found = pieces(plan, spec, cluster)
-    key = ("ranks", id(found), counts(plan, spec), plan.recompute)
+    key = ("ranks", id(found), counts(plan, spec), plan.recompute, plan.compile, plan.shard.carrier)
 
     def make() -> Ranks:
         all_held = [held_by(plan, spec, cluster, rank) for rank in range(plan.layout.pp)]
-        seconds = tuple(micro_seconds(plan, held) for held in all_held)
+        seconds = tuple(max(micro_seconds(plan, held), host_seconds(plan, cluster, held)) for held in all_held)
         return Ranks(all_held[seconds.index(max(seconds))], seconds)
 
     return once_for(spec, cluster, key, make)

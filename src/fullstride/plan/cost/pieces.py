@@ -28,6 +28,8 @@ REPLICATED = ("attn.q", "attn.kv_a", "router")
 SCORE_PASSES = {"fused_softmax": (6.5, 9.5), "unfused": (14.5, 15.5)}
 """Passes over the scores, forward and backward, where they stand whole: written by the first product; softmax reads and
 writes; dropout reads, writes, and its mask; read by the second; unfused adds scale, mask and widening."""
+EXPERT_LAUNCHES = 8
+"""Kernels that quantise one local expert's rows and weights, forward: grouped products do not take them together; assumed."""
 QUANTISED_BYTES = {"tensorwise": 4.0, "rowwise": 4.5, "delayed": 4.0, "blockwise": 5.0, "mxfp8": 5.0, "nvfp4": 5.0}
 """Bytes moved to quantise an element of a product's input: read 2, written narrow, straight and transposed, and scales."""
 
@@ -142,6 +144,8 @@ def _piece(part: Part, plan: Plan, cluster: Cluster, factor: float) -> Piece:
         if sublayer.attention is not None:
             attention = attention.plus(*_attention(sublayer.attention, plan, cluster, dtype))
             operators += 0 if plan.kernels.attention == "sdpa" else 8
+        if sublayer.kind == "experts" and plan.precision.fp8 != "off":
+            operators += round(EXPERT_LAUNCHES * max(m.groups for m in sublayer.matmuls) / plan.layout.ep)
         if sublayer.kind != "loss":
             traffic, launched = _traffic(sublayer, plan)
             moved, back = moved + traffic, back + BACKWARD_TRAFFIC * traffic
@@ -215,9 +219,10 @@ def _three(cluster: Cluster, dtype: Any, rows: int, n: int, k: int) -> tuple[flo
     """Forward, backward (input's and weight's gradient) of one product, and where forward's time comes from."""
 
     def make() -> tuple[float, float, rates.Rate]:
-        there = rates.matmul_seconds(cluster, dtype, max(1, rows), n, k)
-        inputs = rates.matmul_seconds(cluster, dtype, max(1, rows), k, n)
-        weight = rates.matmul_seconds(cluster, dtype, n, k, max(1, rows))
+        aligned = n % 8 == 0 and k % 8 == 0  # the rows of weight and results, which all three read
+        there = rates.matmul_seconds(cluster, dtype, max(1, rows), n, k, aligned=aligned)
+        inputs = rates.matmul_seconds(cluster, dtype, max(1, rows), k, n, aligned=aligned)
+        weight = rates.matmul_seconds(cluster, dtype, n, k, max(1, rows), aligned=aligned)
         return there.seconds, inputs.seconds + weight.seconds, there
 
     return once(cluster, ("product", dtype, rows, n, k), make)

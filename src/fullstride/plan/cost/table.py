@@ -35,9 +35,14 @@ DEVICE: tuple[TermMaker, ...] = (
 """What the device does, one function each."""
 
 
+AFTER = ("bubble", "optimizer", "reduction of gradients", "offload")
+"""Kinds and names of device work that does not hide launches: waiting, and what follows the last micro-batch."""
+
+
 def terms(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Term, ...]:
     """Every term that takes time; the step is the sum of their exposed seconds."""
     work = [make(plan, spec, cluster) for make in DEVICE]
-    work.append(host.launches(plan, spec, cluster, sum(item.exposed_seconds for item in work)))
+    busy = sum(item.exposed_seconds for item in work if item.kind not in AFTER and item.name not in AFTER)
+    work.append(host.launches(plan, spec, cluster, busy))
     work.append(host.data(plan, spec, cluster))
     return tuple(item for item in work if item.seconds > 0)

@@ -24,6 +24,8 @@ class Convention:
     vocab: int = 50257
     vocab_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp; 0: as it is."""
+    pads_alone: bool = True
+    """False: padded only where tp cuts it."""
     gated: bool = False
     bias: bool = True
     tied: bool = True
@@ -33,9 +35,11 @@ class Convention:
     gradient_bytes: Literal[2, 4] = 4
     """Of main gradients and their reduction."""
     overlap_gradients: bool = True
-    overlap_experts: bool = False
+    overlap_tensor: bool = False
     sequence_parallel: bool = True
-    graphs: bool = False
+    graphs_from: str = ""
+    """From this release on, mixtures of experts run as CUDA graphs, their exchange overlapped, nothing made again;
+    before it, norms and activations are made again. Empty: no such change."""
     times: bool = True
     """False: the source itself says that its times mean nothing."""
     memory: bool = True
@@ -79,11 +83,12 @@ CONVENTIONS: tuple[Convention, ...] = (
         recompute="full",
         attention="fused_softmax",
         vocab=50257,
+        pads_alone=False,
         gradient_bytes=2,
         overlap_gradients=False,
         sequence_parallel=False,
         stated="Megatron-DeepSpeed, fp16, ZeRO 0, full recompute, 1F1B, fused softmax, gradients all-reduced in fp16 after "
-        "backward, vocabulary of GPT-2 (the authors' repository)",
+        "backward (the authors' repository); vocabulary of GPT-2, padded only where tp cuts it (by the head's times)",
     ),
     Convention(
         pattern="bigscience",
@@ -101,6 +106,7 @@ CONVENTIONS: tuple[Convention, ...] = (
     Convention(
         pattern="Megatron-Bridge",
         framework="megatron-bridge",
+        overlap_tensor=True,
         carrier="megatron",
         gated=True,
         bias=False,
@@ -110,12 +116,15 @@ CONVENTIONS: tuple[Convention, ...] = (
         gradient_bytes=2,
         vocab=128256,
         vocab_multiple=128,
+        graphs_from="26.06",
         stated="Megatron-Core with Transformer Engine: distributed optimizer overlapped, bf16 gradients, sequence "
-        "parallelism and overlap of tp, no recompute, tokens balanced over experts (scripts/performance recipes)",
+        "parallelism and overlap of tp, no recompute in dense models, balanced experts (scripts/performance recipes); "
+        "mixtures: norms and activations made again before container 26.06, CUDA graphs and overlapped exchange from it on",
     ),
     Convention(
         pattern="NVIDIA/NeMo",
-        framework="megatron-bridge",
+        framework="nemo",
+        overlap_tensor=True,
         carrier="megatron",
         gated=True,
         bias=False,

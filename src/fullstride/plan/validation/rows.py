@@ -31,6 +31,7 @@ from fullstride.plan.plan import (
 )
 from fullstride.plan.validation.conventions import Convention, convention_of
 from fullstride.plan.validation.machines import cluster_of, kind_of_gpu
+from fullstride.plan.validation.megatron_rows import refine
 from fullstride.plan.validation.networks import Network, spec_of
 
 GIB = 2**30
@@ -126,6 +127,8 @@ def _case(path: Path, line: int, row: dict[str, str], coefficients: Any) -> Case
         raise _Reason("no time or memory published" if convention.times else "only a time of a run that is no benchmark")
     spec = spec_of(network_of(row, convention), row.get("model", ""))
     plan = plan_of(row, convention, spec)
+    arguments = arguments_of(row.get("note", ""))
+    plan, spec = refine(row, arguments, convention.framework, network_of(row, convention), plan, spec)
     given = (coefficients or {}).get((kind, convention.framework)) or calibration_for(kind, convention.framework)
     cluster = cluster_of(
         kind,
@@ -194,7 +197,7 @@ def network_of(row: dict[str, str], convention: Convention) -> Network:
     gpt = convention.gated and model.startswith("gpt") and "oss" not in model
     gated = (convention.gated and not gpt) or given.get("swiglu") == "True"
     vocab = _whole(row, "vocab") or convention.vocab
-    multiple = convention.vocab_multiple * tp
+    multiple = convention.vocab_multiple * tp if convention.pads_alone or tp > 1 else 0
     vocab = -(-vocab // multiple) * multiple if multiple else vocab
     experts = _experts(row, given, note)
     rotary = (convention.rotary and not gpt) or given.get("position-embedding-type") in ("rope", "none")
@@ -281,6 +284,8 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
     stage = _stage(row.get("zero_stage_or_fsdp", ""), convention.stage)
     chunks = max(1, _whole(row, "vpp"))
     schedule: Any = "none" if pp == 1 else "interleaved" if chunks > 1 else "1f1b"
+    mixture = any(m.groups > 1 for stack in spec.stacks for s in stack.sublayers for m in s.matmuls)
+    modern = _modern(note, convention)
     sharded = dp > 1 and (stage > 0 or carrier == "fsdp2")
     parallel = convention.sequence_parallel or given.get("sequence-parallel") == "True" or "with SP" in note
     if convention.framework == "megatron-ci":
@@ -300,17 +305,17 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
         shard=Shard(carrier=carrier, stage=stage if dp > 1 else 0),
         pipeline=Pipeline(schedule=schedule, chunks=chunks if pp > 1 else 1),
         batch=Batch(micro_batch=micro, accumulation=accumulation),
-        recompute=_recompute(row.get("recompute", ""), note, convention),
+        recompute=_recompute(row.get("recompute", ""), note, convention, mixture and modern is False),
         precision=_precision(row.get("precision", ""), note, convention),
         kernels=Kernels(attention=_attention(row.get("flash_attention", ""), convention)),
         adapter=Adapter(rank=8 if "LoRA Performance" in note or note.startswith("LoRA") else 0),
         loss=Loss(kind="model"),
-        compile=Compile(mode="block" if convention.compiled else "off", graphs=convention.graphs),
+        compile=Compile(mode="block" if convention.compiled else "off", graphs=bool(mixture and modern)),
         data=Data(workers=2, pin=True),
         overlap=Overlap(
             gradients=_overlaps(given, convention),
-            tensor="AsyncTP" in note or given.get("tp-comm-overlap") == "True" or convention.framework == "megatron-bridge",
-            experts="EP overlap on" in note or convention.overlap_experts,
+            tensor="AsyncTP" in note or given.get("tp-comm-overlap") == "True" or convention.overlap_tensor,
+            experts="EP overlap on" in note or bool(mixture and modern),
         ),
     )
 
@@ -345,9 +350,15 @@ def _stage(text: str, usual: int) -> Literal[0, 1, 2, 3]:
     return usual  # type: ignore[return-value]
 
 
-def _recompute(text: str, note: str, convention: Convention) -> Recompute:
+def _modern(note: str, convention: Convention) -> bool | None:
+    """Whether a row's release is one whose mixtures run as graphs; None where its source knows no such change."""
+    found = re.match(r"(\d\d\.\d\d)", note)
+    return found[1] >= convention.graphs_from if found and convention.graphs_from else None
+
+
+def _recompute(text: str, note: str, convention: Convention, activations: bool) -> Recompute:
     words = text.lower()
-    mode: Any = convention.recompute
+    mode: Any = "norm_activation" if activations else convention.recompute
     if words in ("none", "no", "false"):
         mode = "none"
     elif words.startswith("full"):
