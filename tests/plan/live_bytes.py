@@ -1,6 +1,7 @@
 """Counts the bytes of all live tensors of a real step on the CPU, which is what a GPU's allocator would report.
 
-As a program, under torchrun: `live_bytes.py CONFIG PLAN...` prints a JSON list of [measured, predicted] peaks on rank 0.
+As a program, under torchrun: `live_bytes.py CONFIG PLAN...` prints a JSON list of peaks and states, each measured and predicted,
+on rank 0.
 """
 
 import json
@@ -74,8 +75,29 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+STATES = ("weights", "master", "optimizer", "gradients")
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def held(run):
+    """Bytes of the storages behind weights, masters, moments and gradients that the run holds on this rank."""
+    parameters = list(run.module.parameters())
+    gradients = [*run._weights._gathered.values(), *(p.grad for p in parameters if p.grad is not None)]
+    tensors = [*parameters, *run.state().values(), *gradients]
+    storages = {local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def between_steps(rows):
+    """Bytes that the ledger says stay from one step to the next, of the kinds in `held`."""
+    return sum(row.bytes for row in rows if row.kind in STATES and "checkpoint" in row.moments)
+
+
 def peaks(config, plan):
-    """Bytes at the peak of the second step: measured, and predicted for a GPU."""
+    """Bytes at the peak of the second step, and of states after it: measured, and predicted for a GPU."""
     spec = load_spec(str(config))
     run = prepare(build_model(str(config)), plan)
     live = LiveBytes()
@@ -89,8 +111,9 @@ def peaks(config, plan):
         live.peak = 0
         with live:
             run.step({"input_ids": ids, "labels": ids.clone()})
+    rows, states = ledger(plan, spec, gpus()), held(run)
     run.close()
-    return live.peak, peak_of(moments_of(ledger(plan, spec, gpus()), inside=True)).bytes
+    return live.peak, peak_of(moments_of(rows, inside=True)).bytes, states, between_steps(rows)
 
 
 def main():

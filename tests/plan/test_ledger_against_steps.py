@@ -50,8 +50,9 @@ TWO_RANKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_one_rank(name, tmp_path):
-    measured, predicted = peaks(write_config(tmp_path), ONE_RANK[name])
+    measured, predicted, states, said = peaks(write_config(tmp_path), ONE_RANK[name])
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    assert said == states
 
 
 @pytest.mark.multi
@@ -68,5 +69,6 @@ def test_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(found) == len(TWO_RANKS)
-    for name, (measured, predicted) in zip(TWO_RANKS, found, strict=True):
+    for name, (measured, predicted, states, said) in zip(TWO_RANKS, found, strict=True):
         assert predicted == pytest.approx(measured, rel=TOLERANCE), name
+        assert said == states, name
