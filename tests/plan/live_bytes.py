@@ -1,7 +1,7 @@
 """Counts the bytes of all live tensors of a real step on the CPU, which is what a GPU's allocator would report.
 
-As a program, under torchrun: `live_bytes.py CONFIG PLAN...` prints a JSON list of peaks and states, each measured and predicted,
-on rank 0.
+As a program, under torchrun: `live_bytes.py CONFIG PLAN...` prints a JSON list of peaks and states, each measured and
+predicted, on rank 0.
 """
 
 import json
