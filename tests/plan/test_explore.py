@@ -87,6 +87,8 @@ def test_a_score_is_the_total_of_a_price():
         assert (told.peak_bytes, told.fits) == (full.peak_device_bytes, full.fits)
         if told.fits:
             assert told.seconds == full.step_seconds
+        assert score(plan, SPEC, cluster, bar=full.step_seconds) is None
+        assert score(plan, SPEC, cluster, bar=full.step_seconds * 1.01) == told
 
 
 def test_a_ranking_says_what_runs_and_can_be_written():
@@ -170,17 +172,19 @@ def test_layers_lie_as_even_as_they_can_with_the_ends_lighter():
             assert max(layers) - min(layers) <= 1
 
 
-def test_more_devices_and_more_memory_never_make_the_best_slower():
-    big = gpus(4)
-    times = [wide(cluster=with_memory(big, size), exhaustive=True, work=replace(WORK, samples_per_step=4),
-                  wishes={"layout.cp": 1, "layout.pp": 1}).estimates[0].step_seconds for size in (80e9, 4e9, 2.5e9)]  # fmt: skip
+def test_less_memory_never_makes_the_best_faster():
+    work, wishes = replace(WORK, samples_per_step=4), {"layout.cp": 1, "layout.pp": 1}
+    rankings = [
+        wide(cluster=with_memory(gpus(4), size), exhaustive=True, work=work, wishes=wishes) for size in (80e9, 4e9, 2.5e9)
+    ]
+    times = [ranking.estimates[0].step_seconds for ranking in rankings]
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "tiny"])
+@pytest.mark.parametrize("name", PRESETS[::4])
 def test_no_preset_and_no_cluster_size_crashes(name):
     spec = load_spec(name)
-    for kind, num, per_node in (("h100-sxm", 1, 1), ("a100-sxm-80", 24, 8), ("b200", 64, 8)):
+    for kind, num, per_node in (("h100-sxm", 1, 1), ("a100-sxm-80", 24, 8)):
         cluster = assumed_cluster(kind, num, per_node)
         work = default_workload(spec, cluster, to_run=False, sequence_length=min(4096, spec.max_sequence))
         try:

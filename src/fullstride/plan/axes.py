@@ -168,7 +168,7 @@ def _shards(degrees: Degrees, cluster: Cluster) -> list[tuple[int, int, Shard]]:
     inside = max(1, devices_per_node(cluster) // (degrees.tp * degrees.cp))
     for group in (inside * n for n in GROUPS):
         if 1 < group < dp and dp % group == 0:
-            found += [(dp // group, group, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 2, 3)]
+            found += [(dp // group, group, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 3)]
     return [*found, (dp, 1, Shard(carrier="ddp"))]
 
 

@@ -7,6 +7,7 @@ to fit and then becomes fast. The best layouts are then polished by changing two
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ HOPELESS = 1.3
 """A layout so many times slower than the best one after its first round is not improved further."""
 TARGET_SHARE = 0.65
 """Under this share of the device's memory, saving more buys nothing."""
-ROUNDS = 4
+ROUNDS, POLISHES = 4, 2
 _SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST, _LOSS, _COMPILE, _OPTIMIZER = range(8)
 _ORDER = (_RECOMPUTE, _SHARD, _MICRO, _PIPELINE, _RECOMPUTE)
 """The choices that a descent goes through; the others are left to the polish."""
@@ -53,6 +54,8 @@ class Exploration(NamedTuple):
     """What an exploration priced."""
 
     found: list[Found]
+    """Those whose memory was priced too; the others were too slow for that to matter."""
+    num_priced: int
     size: int
     """Plans in the whole space."""
     num_layouts: int
@@ -68,26 +71,40 @@ class _Layout:
         self.base, self.degrees, self.options, self.wishes = base, degrees, options, wishes
         self.spec, self.cluster = spec, cluster
         self.priced: dict[Pick, Found | None] = {}
+        self.num_priced = 0
         self.best: Pick | None = None
 
-    def key(self, pick: Pick) -> Key:
-        """The pick's place in the order; the worst where its choices do not go together."""
+    def key(self, pick: Pick, bar: float = math.inf) -> Key:
+        """The pick's place in the order; the worst where its choices do not go together, or where it is above the bar."""
         if pick not in self.priced:
-            plan = build(self.base, self.degrees, self.options, pick, self.spec, self.cluster, self.wishes)
-            # The space holds only what the rules allow; what a user put in is checked.
-            if plan and self.wishes and not legal(plan, self.spec, self.cluster):
-                plan = None
-            self.priced[pick] = Found(plan, score(plan, self.spec, self.cluster), self.degrees) if plan else None
+            self.priced[pick] = self._price(pick, bar)
         found = self.priced[pick]
         return found.key if found else WORST
 
-    def try_all(self, picks: list[Pick]) -> bool:
-        """Price picks; whether one of them is better than the best so far."""
+    def _price(self, pick: Pick, bar: float) -> Found | None:
+        plan = build(self.base, self.degrees, self.options, pick, self.spec, self.cluster, self.wishes)
+        # The space holds only what the rules allow; what a user put in is checked.
+        if plan is None or (self.wishes and not legal(plan, self.spec, self.cluster)):
+            return None
+        self.num_priced += 1
+        told = score(plan, self.spec, self.cluster, bar)
+        return Found(plan, told, self.degrees) if told else None
+
+    def try_all(self, picks: list[Pick], *, whole: bool = False) -> bool:
+        """Price picks; whether one of them is better than the best so far.
+
+        Unless `whole`, the memory of plans that are slower than the best so far is not asked for.
+        """
         before = self.best
         for pick in picks:
-            if self.key(pick) < (self.key(self.best) if self.best else WORST):
+            over, value = self.best_key()
+            if self.key(pick, math.inf if whole or over else value) < (over, value):
                 self.best = pick
         return self.best != before
+
+    def best_key(self) -> Key:
+        """Of the best plan so far."""
+        return self.key(self.best) if self.best else WORST
 
     def spares(self) -> bool:
         """Whether the best plan so far needs no saving of memory."""
@@ -106,10 +123,11 @@ class _Layout:
         return improved
 
     def polish(self) -> bool:
-        """All pairs of choices at once."""
+        """The choices that act on one another two at a time, the others one at a time; whether anything improved."""
         assert self.best is not None, "a polish starts somewhere"
-        start, picks = self.best, []
-        for one, other in combinations(range(len(self.options)), 2):
+        start = self.best
+        picks = [_with(start, axis, n) for axis in (_LOSS, _COMPILE, _OPTIMIZER) for n in range(len(self.options[axis]))]
+        for one, other in combinations((_SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST), 2):
             for a in range(len(self.options[one])):
                 picks += [_with(_with(start, one, a), other, b) for b in range(len(self.options[other]))]
         return self.try_all(picks)
@@ -138,48 +156,44 @@ def explore(
     whole = size <= EXHAUSTIVE_PLANS if exhaustive is None else exhaustive
     if whole:
         for layout in layouts:
-            layout.try_all(list(layout.options.picks()))
+            layout.try_all(list(layout.options.picks()), whole=True)
     else:
         _descend(layouts)
     found = [item for layout in layouts for item in layout.priced.values() if item]
-    return Exploration(found=found, size=size, num_layouts=len(layouts), exhaustive=whole)
+    return Exploration(
+        found=found, num_priced=sum(item.num_priced for item in layouts), size=size, num_layouts=len(layouts), exhaustive=whole
+    )
 
 
 def _descend(layouts: list[_Layout]) -> None:
-    best = WORST
-    for layout in layouts:
-        start = _start(layout)
-        if start is None:
-            continue
-        layout.try_all([start])
-        for number in range(ROUNDS):
-            if layout.best is None or not layout.round():
-                break
-            key = layout.key(layout.best)
-            best = min(best, key)
-            if number and not best[0] and key > (False, HOPELESS * best[1]):
-                break
-    ranked = sorted((item for item in layouts if item.best), key=lambda item: item.key(item.best) if item.best else WORST)
-    for place, layout in enumerate(ranked):
-        key = layout.key(layout.best) if layout.best else WORST
-        near = place < POLISHED and (key[0] != best[0] or key <= (best[0], NEAR * best[1]))
-        if not near and not layout.degrees.data_only:
-            continue
+    """One round in every layout that can fit, more in those that come near the best, pairs of choices in the best."""
+    open_ones = [layout for layout in layouts if _start(layout)]
+    for layout in open_ones:
+        layout.round()
+    best = min((layout.best_key() for layout in open_ones), default=WORST)
+    for layout in open_ones:
         for _ in range(ROUNDS):
+            if layout.best_key() > (False, HOPELESS * best[1]) or not layout.round():
+                break
+    ranked = sorted(open_ones, key=_Layout.best_key)
+    best = ranked[0].best_key() if ranked else WORST
+    for place, layout in enumerate(ranked):
+        near = place < POLISHED and layout.best_key() <= (False, NEAR * best[1])
+        for _ in range(POLISHES if near or layout.degrees.data_only else 0):
             if not layout.polish():
                 break
 
 
-def _start(layout: _Layout) -> Pick | None:
-    """The first of each choice, if the least memory that the layout can take fits, else that; None where nothing can be."""
-    first = tuple(0 for _ in layout.options)
+def _start(layout: _Layout) -> bool:
+    """Take the first of each choice, else the least memory that the layout can do with; whether either fits."""
     if not all(layout.options):
-        return None
-    if not layout.key(first)[0]:
-        return first
-    least = _with(first, _RECOMPUTE, len(layout.options.recomputes) - 1)
-    thirds = [n for n, (_, _, shard) in enumerate(layout.options.shards) if shard.stage == 3]
-    least = _with(least, _SHARD, thirds[0]) if thirds else least
-    picks = [_with(least, _PIPELINE, n) for n in range(len(layout.options.pipelines))]
-    layout.try_all(picks)
-    return layout.best or first
+        return False
+    first = tuple(0 for _ in layout.options)
+    layout.try_all([first])
+    if layout.best is None or layout.key(layout.best)[0]:
+        least = _with(first, _RECOMPUTE, len(layout.options.recomputes) - 1)
+        thirds = [n for n, (_, _, shard) in enumerate(layout.options.shards) if shard.stage == 3]
+        least = _with(least, _SHARD, thirds[0]) if thirds else least
+        least = _with(least, _OPTIMIZER, len(layout.options.optimizers) - 1)
+        layout.try_all([_with(least, _PIPELINE, n) for n in range(len(layout.options.pipelines))])
+    return not layout.best_key()[0]

@@ -57,6 +57,8 @@ def _layout(plan: Plan, wishes: Wishes) -> tuple[Layout, Shard]:
     stage = wishes.get("shard.stage", plan.shard.stage)
     if stage == 0 and plan.shard.stage == 0 and plan.shard.carrier == "none" and dp * cp > 1 and "shard.stage" not in wishes:
         stage = 1  # ranks that were not there before share the states
+    if fixed.get("dp_shard", 1) > 1 and "shard.stage" not in wishes:
+        stage = max(1, stage)
     carrier = wishes.get("shard.carrier", "none" if dp * cp == 1 else "ddp" if stage == 0 else "fsdp2")
     group = dp if stage else 1
     if stage and 1 < old.dp_shard < dp and old.dp_replicate > 1 and dp % old.dp_shard == 0:

@@ -11,7 +11,8 @@ from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.table import terms
 from fullstride.plan.estimate import Estimate
 from fullstride.plan.facts import once
-from fullstride.plan.ledger.table import ledger, moments_of, peak_of
+from fullstride.plan.ledger.table import ledger, moments_of, peak_device_bytes
+from fullstride.plan.ledger.totals import totals
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Plan
 from fullstride.plan.rules import inert
@@ -31,26 +32,38 @@ class Score(NamedTuple):
         return self.peak_bytes <= self.capacity_bytes
 
 
-def score(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Score:
-    """The totals of `price` alone, for a search that compares thousands of plans."""
+def score(plan: Plan, spec: ModelSpec, cluster: Cluster, bar: float = math.inf) -> Score | None:
+    """The totals of `price` alone, for a search that compares thousands of plans.
+
+    With a `bar` in seconds the time comes first, and None is returned where it does not stay under the bar: the memory of a
+    plan that is not fast enough need not be known.
+    """
     cluster = slowest(cluster)
-    peak = peak_of(moments_of(ledger(plan, spec, cluster))).bytes
+    seconds = math.inf
+    if bar < math.inf:
+        seconds = _seconds(plan, spec, cluster)
+        if seconds >= bar:
+            return None
+    peak = peak_device_bytes(plan, spec, cluster)
     capacity = int(cluster.device.memory_bytes.value)
     if peak > capacity:
         return Score(peak, capacity, math.inf)
-    return Score(peak, capacity, sum(item.exposed_seconds for item in terms(plan, spec, cluster)))
+    return Score(peak, capacity, seconds if bar < math.inf else _seconds(plan, spec, cluster))
+
+
+def _seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
+    return sum(item.exposed_seconds for item in terms(plan, spec, cluster))
 
 
 def price(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Estimate:
     """Predict bytes and seconds of one step.
 
     MFU is None where the device's peak in the blocks' dtype is not known. On uneven nodes the slowest counts. The plan is
-    expected to pass `rules.check`;
-    settings without effect become warnings.
+    expected to pass `rules.check`; settings without effect become warnings.
     """
     cluster = slowest(cluster)
     rows = ledger(plan, spec, cluster)
-    moments = moments_of(rows)
+    sums = totals(rows, cluster)
     costs = terms(plan, spec, cluster)
     seconds = sum(item.exposed_seconds for item in costs)
     tokens = plan.workload.samples_per_step * plan.workload.sequence_length
@@ -60,9 +73,13 @@ def price(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Estimate:
         plan_hash=plan.plan_hash,
         rows=rows,
         terms=costs,
-        moments=moments,
-        peak_allocated_bytes=peak_of(moments_of(rows, inside=True)).bytes,
-        peak_device_bytes=peak_of(moments).bytes,
+        moments=moments_of(rows),
+        peak_allocated_bytes=sums.peak_allocated_bytes,
+        peak_reserved_bytes=sums.peak_reserved_bytes,
+        peak_device_bytes=sums.peak_device_bytes,
+        out_of_memory_probability=sums.out_of_memory_probability,
+        host_bytes=sums.host_bytes,
+        disk_bytes=sums.disk_bytes,
         capacity_bytes=int(cluster.device.memory_bytes.value),
         step_seconds=seconds,
         tokens_per_second=rate,

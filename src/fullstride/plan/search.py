@@ -35,6 +35,7 @@ class Ranking(FileValue, frozen=True, kw_only=True, tag="ranking"):
     considered: int
     """Plans that were priced: all that the rules allow in the space, unless the search was bounded."""
     num_fitting: int
+    """Of those whose memory was priced: a bounded search does not ask for it where a plan is too slow to matter."""
     space: str = ""
     """What was varied, in words, and the bound where there is one."""
     exhaustive: bool = True
@@ -136,18 +137,18 @@ def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wis
     """Everything that any framework could do."""
     _require_work(base, ranks, spec, cluster)
     explored = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive)
-    found, size = explored.found, explored.size
+    found, size, priced = explored.found, explored.size, explored.num_priced
     if not found:
         raise _nothing(base, ranks)
     offloaded = not any(item.score.fits for item in found)
     if offloaded and cluster.device.kind != "cpu":
         more = explore(base, ranks, spec, cluster, wishes, exhaustive=exhaustive, offload=True)
-        found, size = found + more.found, size + more.size
+        found, size, priced = found + more.found, size + more.size, priced + more.num_priced
     fitting = sorted((item for item in found if item.score.fits), key=lambda item: (item.key, item.score.peak_bytes))
     if not fitting:
         smallest = sorted(found, key=lambda item: item.score.peak_bytes)[:1]
         raise does_not_fit([(s.plan, price(s.plan, spec, cluster)) for s in smallest], spec, cluster, base, ranks)
-    return _wide_ranking(found, fitting, _words(explored, len(found), size, offloaded, cluster), explored, spec, cluster)
+    return _wide_ranking(priced, fitting, _words(explored, priced, size, offloaded, cluster), explored, spec, cluster)
 
 
 def _require_work(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> None:
@@ -171,7 +172,7 @@ def _nothing(base: Plan, ranks: int) -> BadInput:
 
 
 def _wide_ranking(
-    found: list[Found], fitting: list[Found], words: str, explored: Exploration, spec: ModelSpec, cluster: Cluster
+    priced: int, fitting: list[Found], words: str, explored: Exploration, spec: ModelSpec, cluster: Cluster
 ) -> Ranking:
     kinds: dict[tuple[object, ...], Found] = {}
     for item in fitting:
@@ -187,7 +188,7 @@ def _wide_ranking(
         best=tuple(plan for plan, _ in best),
         estimates=tuple(estimate for _, estimate in best),
         candidates=tuple(candidate(plan, estimate, best[0][1]) for plan, estimate in best + others),
-        considered=len(found),
+        considered=priced,
         num_fitting=len(fitting),
         space=words,
         exhaustive=explored.exhaustive,
