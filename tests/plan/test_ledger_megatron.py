@@ -12,7 +12,7 @@ from fullstride.plan.ledger.cuts import padded_vocabulary
 from fullstride.plan.ledger.local import local_of
 from fullstride.plan.ledger.table import ledger, moments_of
 from fullstride.plan.ledger.totals import static_bytes
-from fullstride.plan.plan import Batch, Comm, Kernels, Layout, Loss, Pipeline, Precision, Recompute, Shard, Workload
+from fullstride.plan.plan import Batch, Comm, Kernels, Layout, Loss, Overlap, Pipeline, Precision, Recompute, Shard, Workload
 
 GPUS = gpus()
 MIB = 2**20
@@ -110,11 +110,21 @@ def test_cross_entropy_keeps_by_kind(fused, each):
     assert rows_of(plan, spec, "logits", moment="forward_end") == count * each
 
 
+def test_deferred_gradients_of_the_head_wait_on_the_last_stage():
+    spec = megatron_spec(SHAPE, "gpt")
+    base = plan_for(layout=Layout(pp=2, dp_shard=2), pipeline=Pipeline(schedule="1f1b"), accumulation=4)
+    late = replace(base, overlap=Overlap(deferred_head=2))
+    more = rows_of(late, spec, "logits", moment="loss") - rows_of(base, spec, "logits", moment="loss")
+    assert more == 2 * 2 * 128 * (1024 + 256) * 2
+
+
 def test_workspaces_follow_the_device_and_the_environment():
     spec = megatron_spec(SHAPE, "gpt")
     assert rows_of(plan_for(), spec, "workspace") == (2 * 32 + 32) * MIB
     small = plan_for(comm=Comm(env={"CUBLAS_WORKSPACE_CONFIG": ":16:8"}))
     assert rows_of(small, spec, "workspace") == 2 * 128 * 1024 + 32 * MIB
+    overlapped = plan_for(overlap=Overlap(tensor=True))
+    assert rows_of(overlapped, spec, "workspace") == (2 * 32 + 3 * 32) * MIB
     local = megatron_spec(replace_shape(library="local"), "gpt")
     plan = plan_for(kernels=Kernels(attention="fused_softmax"))
     assert rows_of(plan, local, "workspace") == 2 * 32 * MIB

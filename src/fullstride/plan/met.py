@@ -88,7 +88,15 @@ def unbuilt_part_met(plan: Plan) -> str:
         ("optimizer.nvme_share", optimizer.nvme_share, optimizer.nvme_share != 0),
         ("precision.fp8", plan.precision.fp8, plan.precision.fp8 != "off"),
         ("kernels.attention", plan.kernels.attention, plan.kernels.attention != "sdpa"),
+        ("kernels.gradient_fusion", plan.kernels.gradient_fusion, plan.kernels.gradient_fusion),
         ("adapter.rank", plan.adapter.rank, plan.adapter.rank != 0),
+        ("loss.fused", plan.loss.fused, plan.loss.fused != "no"),
+        ("layout.expert_tp", plan.layout.expert_tp, plan.layout.expert_tp != 1),
+        ("compile.graphs", plan.compile.graphs, plan.compile.graphs),
+        ("overlap.gradients", plan.overlap.gradients, not plan.overlap.gradients),
+        ("overlap.tensor", plan.overlap.tensor, plan.overlap.tensor),
+        ("overlap.experts", plan.overlap.experts, plan.overlap.experts),
+        ("overlap.deferred_head", plan.overlap.deferred_head, plan.overlap.deferred_head != 0),
     )
     return next((f"{name} = {value!r}" for name, value, used in entries if used), "")
 

@@ -149,6 +149,8 @@ class Recompute(Value, frozen=True, kw_only=True):
     """Applies to one block in `every`, the first blocks of each run of `every` being kept; 1 for all blocks."""
     blocks: int = 0
     """Applies to the first so many blocks of each stage (Megatron's block method); 0 for all."""
+    products: float = 0.0
+    """With `norm_activation`: share of matrix products made again too (torchtitan's per-operator choice: every second, 0.5)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where the kept inputs of recomputed blocks wait for backward."""
 
@@ -193,8 +195,8 @@ class Loss(Value, frozen=True, kw_only=True):
     chunk_tokens: int = 4096
     """Tokens of one chunk."""
     fused: Literal["no", "script", "native"] = "no"
-    """Megatron's cross entropy: operators in place, a scripted fusion (which makes one more fp32 copy), or one kernel that turns
-    logits into their gradient where they stand."""
+    """Megatron's cross entropy: operators in place, a scripted fusion (which makes one more fp32 copy), or one kernel that
+    turns logits into their gradient where they stand."""
 
 
 class Kernels(Value, frozen=True, kw_only=True):
@@ -204,7 +206,7 @@ class Kernels(Value, frozen=True, kw_only=True):
     """`sdpa`: torch's own choice of a flash kernel; `fused_softmax`: scores stand whole, scale, mask and softmax in one
     kernel (older Megatron); `unfused`: each operator by itself."""
     gradient_fusion: bool = False
-    """Weight gradients are added to the main gradients by the matrix product itself (Megatron's gradient accumulation fusion)."""
+    """The matrix product itself adds weight gradients to the main gradients (Megatron's gradient accumulation fusion)."""
 
 
 class Adapter(Value, frozen=True, kw_only=True):
@@ -238,6 +240,9 @@ class Overlap(Value, frozen=True, kw_only=True):
     """Products are cut so that tensor-parallel communication runs beside them (AsyncTP, user buffers)."""
     experts: bool = False
     """Tokens travel to experts while another micro-batch computes."""
+    deferred_head: int = 0
+    """Micro-batches of a pipeline whose logits' gradients wait until the end of the step to be multiplied into the head's
+    weight (Megatron's deferral of the embedding's weight gradient)."""
 
 
 class Comm(Value, frozen=True, kw_only=True):

@@ -66,6 +66,11 @@ def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
     if plan.loss.fused == "native":  # the gradient of the head's weight is made while logits still stand
         weight = vocabulary * local.spec.hidden_size * head
         found.append(row("gradient of the head's weight", "logits", weight, "vocabulary x hidden, or its stand-in", ("loss",)))
+    if (waiting := min(plan.overlap.deferred_head, plan.batch.accumulation - 1)) > 0 and plan.layout.pp > 1:
+        each = count * head + local.micro_tokens * local.spec.hidden_size * head
+        moments: tuple[MomentName, ...] = (*AHEAD, "loss", "backward", "backward_end")
+        source = f"{waiting} x (gradient of logits + input of the head)"
+        found.append(row("deferred gradients of the head", "logits", waiting * each, source, moments))
     if plan.layout.tp > 1 and plan.layout.sequence_parallel:
         whole = local.micro_tokens * local.spec.hidden_size * compute_bytes(plan)
         found.append(row("gathered input of the head", "communication", whole, "tokens x hidden", (*AHEAD, "loss")))

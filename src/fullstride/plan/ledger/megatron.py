@@ -29,6 +29,8 @@ HANDLES = 2
 """The forward thread and autograd's thread each have a cuBLAS handle with a workspace of its own."""
 MASKED = ("megatron-te", "megatron-local")
 """Families whose data loader makes an attention mask."""
+BUFFERED = 3
+"""Transformer Engine's workspaces where communication of tensor parallelism overlaps (`_NUM_MAX_UB_STREAMS`)."""
 STREAMS = 4
 """Streams that Transformer Engine spreads grouped products over, each with a workspace (te/pytorch/cpp_extensions/gemm.py)."""
 UNITS = 2
@@ -100,7 +102,8 @@ def workspaces(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     experts = {s.name for part in local.blocks for s in part.sublayers if s.kind == "experts"}
     if local.spec.family != "megatron-local" or experts:
         size = (32 if big else 4) * MIB
-        found.append(assumed("Transformer Engine's workspace", "workspace", size, "te/pytorch/module/base.py"))
+        copies = BUFFERED if local.plan.overlap.tensor else 1
+        found.append(assumed("Transformer Engine's workspace", "workspace", copies * size, "te/pytorch/module/base.py"))
         if "experts" in experts:
             source = f"{STREAMS} streams of grouped products"
             found.append(assumed("workspaces of grouped products", "workspace", STREAMS * size, source))

@@ -30,6 +30,9 @@ SMALL = LatentSizes(q_rank=192, kv_rank=64, nope_dim=16, rope_dim=8, value_dim=1
 INSTANCES = 2
 """Data-parallel groups of `multi_dist_optimizer_instances`, which the recipes split in two."""
 
+DEFERRED = 2
+"""`--wgrad-deferral-limit` of the tests that defer the head's weight gradient."""
+
 _spec = lru_cache(maxsize=512)(megatron_spec)
 
 
@@ -119,9 +122,11 @@ def _plan(row: Mapping[str, str], given: Mapping[str, str], framework: str, plan
         precision = replace(precision, gradient="fp16", reduction="fp16")
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if _sets_workspace(row, given) else {}
     fusion = not _flag(given, "no-gradient-accumulation-fusion")
+    deferred = DEFERRED if _flag(given, "defer-embedding-wgrad-compute") else 0
     plan = replace(
         plan,
         precision=precision,
+        overlap=replace(plan.overlap, deferred_head=deferred),
         comm=Comm(env=env),
         kernels=Kernels(attention=_attention(row, given), gradient_fusion=fusion),  # type: ignore[arg-type]
         loss=Loss(fused="script" if _flag(given, "cross-entropy-loss-fusion") else "no"),
