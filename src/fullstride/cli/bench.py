@@ -36,7 +36,10 @@ class Bench:
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         """Options of the verb."""
-        parser.add_argument("plan", metavar="PLAN", help="plan file (TOML)")
+        parser.add_argument(
+            "plan", metavar="PLAN", help="plan file, DeepSpeed JSON, torchtitan TOML or another that convert reads"
+        )
+        parser.add_argument("--model", metavar="MODEL", help="as for plan, where PLAN is a foreign file that names none")
         parser.add_argument("-o", dest="output", metavar="RUN_DIR", help="run directory (runs/bench-TIME-MODEL)")
         parser.add_argument("--full", action="store_true", help="300 + 1,000 steps, three rounds")
         parser.add_argument("--minutes", type=minutes, metavar="M", help="stop after this long (3; with --full 600)")
@@ -44,7 +47,7 @@ class Bench:
 
     def run(self, args: argparse.Namespace, out: Output) -> int:
         """Measure, write, show."""
-        plan, spec, cluster = read_runnable(args.plan, out)
+        plan, spec, cluster = read_runnable(args.plan, out, args.model)
         run_dir = fresh_run_dir("bench", args.output, spec.name)
         if args.dry_run:
             out.note(f"would measure {args.plan} with {plan.layout.world_size} ranks into {run_dir.root}")

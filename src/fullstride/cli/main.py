@@ -17,7 +17,7 @@ from fullstride.cli.command import Command, Parser, add_json
 from fullstride.cli.output import Output
 from fullstride.errors import FullstrideError, Interrupted
 
-VERBS = ("probe", "plan", "explain", "validate", "train", "bench", "compare", "tune", "report")
+VERBS = ("probe", "plan", "explain", "convert", "validate", "train", "bench", "compare", "tune", "report")
 """In the order of the help; verb `x` is the `VERB` of `cli/x.py`, imported only when it is called."""
 
 _ABOUT = "Plan, run, measure, explain and tune distributed training of large language models, with your model unchanged."

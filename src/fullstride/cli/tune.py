@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from fullstride.cli.command import add_dry_run, minutes, positive
+from fullstride.cli.foreign import is_own_plan, plan_to_run
 from fullstride.cli.output import Output
 from fullstride.cli.record import PAGE, read_run
 from fullstride.cli.report import ladder_page
 from fullstride.cli.tuning import DEFAULT_MODEL, Task, best_path, carry_out, new_task, resumed_task, task_of_plan
 from fullstride.errors import RunFailed, UsageError
-from fullstride.plan.toml import read_plan
+from fullstride.plan.plan import Plan
 from fullstride.report.document import AnyBlock, Chart, Document, Heading, Tone
 from fullstride.report.progress import ProgressView
 from fullstride.tune.loop import MAX_RUNGS
@@ -35,7 +36,7 @@ class Tune:
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all ranks")
         parser.add_argument("--minutes", type=minutes, metavar="M", help="time allowed (4 on CPUs, 10 on GPUs)")
-        parser.add_argument("--baseline", metavar="FILE", help="a plan of your own to start from and compare with")
+        parser.add_argument("--baseline", metavar="FILE", help="your own plan, DeepSpeed JSON or torchtitan TOML to start from")
         parser.add_argument("-o", dest="output", metavar="DIR", help="run directory (runs/tune-DATE-MODEL)")
         parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in -o DIR")
         add_dry_run(parser, "tuned")
@@ -70,9 +71,7 @@ def _task(args: argparse.Namespace, out: Output) -> Task:
             )
         return resumed_task(args.output, args.minutes)
     if args.baseline:
-        if given:
-            raise UsageError(f"--baseline and {given[0]}: the plan says what the work is", fix="change it in the plan file")
-        return task_of_plan(read_plan(args.baseline), out, minutes=args.minutes, directory=args.output)
+        return task_of_plan(_baseline(args, given, out), out, minutes=args.minutes, directory=args.output)
     return new_task(
         args.model or DEFAULT_MODEL,
         data=args.data,
@@ -80,6 +79,20 @@ def _task(args: argparse.Namespace, out: Output) -> Task:
         samples_per_step=args.global_batch,
         minutes=args.minutes,
         directory=args.output,
+    )
+
+
+def _baseline(args: argparse.Namespace, given: list[str], out: Output) -> Plan:
+    """The plan to start from; another framework's file leaves parts of the work open, which the options then say."""
+    if given and is_own_plan(args.baseline):
+        raise UsageError(f"--baseline and {given[0]}: the plan says what the work is", fix="change it in the plan file")
+    return plan_to_run(
+        args.baseline,
+        out,
+        model=args.model,
+        sequence_length=args.seq,
+        samples_per_step=args.global_batch,
+        data=args.data,
     )
 
 
