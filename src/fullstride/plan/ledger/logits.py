@@ -7,7 +7,7 @@ from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import BYTES, compute_bytes, master_bytes
 from fullstride.plan.ledger.cuts import padded_vocabulary
 from fullstride.plan.ledger.local import Local
-from fullstride.plan.ledger.row import row
+from fullstride.plan.ledger.row import LATE, row
 
 AHEAD: tuple[MomentName, ...] = ("forward_end",)
 
@@ -73,5 +73,6 @@ def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
         found.append(row("deferred gradients of the head", "logits", waiting * each, source, moments))
     if plan.layout.tp > 1 and plan.layout.sequence_parallel:
         whole = local.micro_tokens * local.spec.hidden_size * compute_bytes(plan)
-        found.append(row("gathered input of the head", "communication", whole, "tokens x hidden", (*AHEAD, "loss")))
+        source = "tokens x hidden, in a global buffer that stays"
+        found.append(row("gathered input of the head", "communication", whole, source, LATE))
     return tuple(found)
