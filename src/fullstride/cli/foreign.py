@@ -70,7 +70,7 @@ def plan_to_run(
     if imported.plan is None:  # the ranks may be what is missing, and this machine has so many
         ranks = probe_cluster().num_devices
         with_ranks = read_any(path, model, num_ranks=ranks, sequence_length=sequence_length, samples_per_step=samples_per_step)
-        if with_ranks.plan is not None:
+        if with_ranks.missing != imported.missing:
             out.note(f"assumed: {ranks} ranks, those of this machine")
             imported = with_ranks
     plan = imported.require_plan()

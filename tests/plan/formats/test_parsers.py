@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from tests.plan.formats import samples
 from tests.plan.formats.test_round_trip import any_plan
 
+from fullstride.plan.formats import accelerate, deepspeed, torchtitan
 from fullstride.plan.formats.detect import read_text, write_as
 from fullstride.plan.plan import Batch, Layout, Shard
 
@@ -64,12 +65,12 @@ print(json.dumps(out))
 ENDS = {"torchtitan": "toml", "deepspeed": "json", "accelerate": "yaml"}
 
 
-def own_parser(kind, paths):
+def asked(kind, program, *arguments):
     probe = subprocess.run([PYTHON, "-c", f"import {kind}"], capture_output=True, text=True, timeout=120, check=False)
     if probe.returncode:
         pytest.skip(f"{PYTHON} has no {kind} (FULLSTRIDE_DOORS_PYTHON names an interpreter that has)")
     done = subprocess.run(
-        [PYTHON, "-c", PROGRAMS[kind], *map(str, paths)], capture_output=True, text=True, timeout=240, check=False
+        [PYTHON, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -117,6 +118,52 @@ EXPECTED = {
 }
 
 
+SETTINGS = {
+    "torchtitan": """
+import dataclasses, json, typing
+from torchtitan.config.job_config import JobConfig
+def walk(cls, prefix=""):
+    for f in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(kind): yield from walk(kind, f"{prefix}{f.name}.")
+        else: yield prefix + f.name
+print(json.dumps(list(walk(JobConfig))))
+""",
+    "deepspeed": """
+import json
+import deepspeed.runtime.zero.config as zero
+import deepspeed.runtime.zero.offload_config as offload
+import deepspeed.runtime.precision_config as precision
+out = ["zero_optimization." + (f.alias or n) for n, f in zero.DeepSpeedZeroConfig.model_fields.items()]
+out += ["zero_optimization.offload_param." + n for n in offload.DeepSpeedZeroOffloadParamConfig.model_fields]
+out += ["zero_optimization.offload_optimizer." + n for n in offload.DeepSpeedZeroOffloadOptimizerConfig.model_fields]
+out += ["fp16." + n for n in precision.DeepSpeedFP16Config.model_fields]
+out += ["bf16." + n for n in precision.DeepSpeedBF16Config.model_fields]
+print(json.dumps(out))
+""",
+    "accelerate": """
+import dataclasses, json
+from accelerate.commands.config.config_args import ClusterConfig
+print(json.dumps([f.name for f in dataclasses.fields(ClusterConfig)]))
+""",
+}
+TABLES = {"torchtitan": torchtitan.TABLE, "deepspeed": deepspeed.TABLE, "accelerate": accelerate.TABLE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_table_has_every_setting_of_the_framework(kind):
+    found = asked(kind, SETTINGS[kind])
+    table = TABLES[kind]
+    heads = {key[:at] for key in table for at, char in enumerate(key) if char == "."}  # tables of which rows name the entries
+    unknown = [name for name in found if not any(name[:at] in table for at in (*ends(name), len(name))) and name not in heads]
+    assert not unknown
+
+
+def ends(name):
+    return [at for at, char in enumerate(name) if char == "."]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_the_frameworks_own_parser_takes_it(kind, tmp_path):
@@ -125,7 +172,7 @@ def test_the_frameworks_own_parser_takes_it(kind, tmp_path):
         path = tmp_path / f"{index}.{ENDS[kind]}"
         path.write_text(write_as(plan, kind).text)
         paths.append(path)
-    found = own_parser(kind, paths)
+    found = asked(kind, PROGRAMS[kind], *paths)
     if kind in EXPECTED:
         assert found == [EXPECTED[kind](plan) for plan in chosen]
     else:

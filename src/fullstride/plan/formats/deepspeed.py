@@ -48,6 +48,7 @@ _ZERO: Table = {
     "offload_param.buffer_size": lost(_STATES_ONLY),
     "offload_param.max_in_cpu": lost(_STATES_ONLY),
     "cpu_offload": fact("cpu_offload", bool),
+    "cpu_offload_param": lost(_STATES_ONLY, False),
     "cpu_offload_params": lost(_STATES_ONLY, False),
     "cpu_offload_use_pin_memory": lost("a plan keeps offloaded states in pinned memory", True),
     "stage3_prefetch_bucket_size": lost(
