@@ -216,6 +216,21 @@ def test_optimizer_states_are_somewhere(cpu, nvme, ranks):
     assert (sums(plan, spec, "host", name="ring") > 0) == (nvme > 0)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    copies=st.sampled_from([1, 2, 4]),
+    shard=st.sampled_from([2, 4]),
+    cp=st.sampled_from([1, 2]),
+    carrier=st.sampled_from(["fsdp2", "megatron"]),
+)
+def test_hybrid_sharding_shares_within_a_copy(copies, shard, cp, carrier):
+    """Copies of the sharded model hold the same; context parallel ranks share states too."""
+    spec = llama(vocab=128)
+    layout = Layout(dp_replicate=copies, dp_shard=shard, cp=cp, sequence_parallel=False)
+    plan = plan_for(layout=layout, shard=Shard(carrier=carrier, stage=1))
+    assert sums(plan, spec, "optimizer") == pytest.approx(8 * spec.num_parameters / (shard * cp), abs=1)
+
+
 def test_adapters_have_all_states_and_frozen_weights_none():
     spec, rank = llama(blocks=4), 8
     plan = plan_for(layout=Layout(), adapter=Adapter(rank=rank, targets=("qkv", "down")), precision=weights_cast(4, "none"))

@@ -195,3 +195,5 @@ def test_deepspeed_shares_out_by_stage(stage, ranks):
     each = {0: 16, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[stage]
     assert rows_of(plan, spec, *STATES, moment="optimizer") == pytest.approx(each * spec.num_parameters, abs=6)
     assert (rows_of(plan, spec, "gathered") > 0) == (stage == 3)
+    before = rows_of(plan, spec, "temporary", moment="load")
+    assert before == 4 * spec.num_parameters if stage < 3 else before < 4 * spec.num_parameters

@@ -14,6 +14,8 @@ from fullstride.plan.ledger.row import ALL, LAST, STANDING, row
 from fullstride.plan.ledger.states import adapters as adapter_bytes
 from fullstride.plan.ledger.states import frozen, on_device, whole_weights
 
+MADE: tuple[MomentName, ...] = tuple(name for name in ALL if name != "load")
+"""For states: they are made after the weights were loaded and cast."""
 OVERLAPPED = 2
 """Buckets of gradients: one fills while one is reduced."""
 
@@ -27,15 +29,28 @@ def weights(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     found = [*frozen(local), row("weights", "weights", whole * share, source, ALL, exact=True)]
     if compute_bytes(plan) < 4:
         size = local.over_shards(local.trainable * 4, local.experts * 4) * on_device(local)
-        found.append(row("weights (masters)", "master", size, f"P x 4 B / {local.shards}", ALL, exact=True))
+        found.append(row("weights (masters)", "master", size, f"P x 4 B / {local.shards}", MADE, exact=True))
     return tuple(found)
+
+
+def loading(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """The model as it is built, in fp32, before the engine casts it and makes the states.
+
+    Stage 3 (`zero.Init`) builds and shares out part by part.
+    """
+    if compute_bytes(local.plan) == 4:
+        return ()
+    if local.plan.shard.stage == 3:
+        block = max((part.parameters for part in local.parts), default=0) * 4
+        return (row("the largest part, before its cast", "temporary", block, "its elements x 4 B", ("load",)),)
+    return (row("weights before the cast", "temporary", local.count * 4, "P x 4 B: built in fp32", ("load",)),)
 
 
 def optimizer_states(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """AdamW's two moments, made with the engine."""
     each = BYTES[local.plan.precision.optimizer_state]
     size = local.over_shards(local.trainable * 2 * each, local.experts * 2 * each) * on_device(local)
-    return (row("AdamW moments", "optimizer", size, f"P x 2 x {each} B / {local.shards}", ALL, exact=True),)
+    return (row("AdamW moments", "optimizer", size, f"P x 2 x {each} B / {local.shards}", MADE, exact=True),)
 
 
 def gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:

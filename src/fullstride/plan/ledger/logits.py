@@ -71,7 +71,8 @@ def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
         moments: tuple[MomentName, ...] = (*AHEAD, "loss", "backward", "backward_end")
         source = f"{waiting} x (gradient of logits + input of the head)"
         found.append(row("deferred gradients of the head", "logits", waiting * each, source, moments))
-    if plan.layout.tp > 1 and plan.layout.sequence_parallel:
+    shared = local.spec.family == "megatron-local" and plan.kernels.attention != "sdpa"  # scores stand in the same buffer
+    if plan.layout.tp > 1 and plan.layout.sequence_parallel and not shared:
         whole = local.micro_tokens * local.spec.hidden_size * compute_bytes(plan)
         source = "tokens x hidden, in a global buffer that stays"
         found.append(row("gathered input of the head", "communication", whole, source, LATE))

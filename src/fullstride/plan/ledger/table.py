@@ -43,6 +43,7 @@ MEGATRON: tuple[RowMaker, ...] = (*MEGATRON_STATES, *KEPT, *AROUND, *LAST)
 """The same under Megatron's conventions."""
 DEEPSPEED: tuple[RowMaker, ...] = (
     deepspeed.weights,
+    deepspeed.loading,
     deepspeed.optimizer_states,
     deepspeed.gradients,
     deepspeed.buckets,
