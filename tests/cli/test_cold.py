@@ -34,7 +34,9 @@ def test_plan_and_explain_run_with_torch_blocked(model, tmp_path):
     shown = run("explain", "p.toml", cwd=tmp_path).stdout
     assert "ssumed cluster" in shown.splitlines()[0] + shown.splitlines()[3] and "MFU" in shown
     estimate = json.loads(run("explain", "p.toml", "--json", cwd=tmp_path).stdout)
-    assert estimate["data"]["plan_hash"] == told["data"]["estimates"][0]["plan_hash"]
+    ranking = told["data"]
+    runnable = ranking["estimates"][0] if ranking["runs"][0] else ranking["runnable_estimate"]
+    assert estimate["data"]["plan_hash"] == runnable["plan_hash"]
 
 
 def test_a_model_that_is_too_large_says_by_how_much(tmp_path):
@@ -55,7 +57,10 @@ def test_a_model_that_is_too_large_says_by_how_much(tmp_path):
         (["plan", "tiny", "--gpus", "0"], 2),
         (["plan", "tiny", "--cluster", "none.json"], 3),
         (["plan", "llama3-8b", "--seq", "0"], 2),
-        (["plan", "llama3-8b", "--gpus", "8", "--global-batch", "9"], 3),
+        (["plan", "tiny", "--gpus", "13", "--gpus-per-node", "13", "--global-batch", "9"], 3),
+        (["plan", "llama3-8b", "--gpus", "8", "--why", "size=1"], 3),
+        (["plan", "llama3-8b", "--gpus", "8", "--why", "tp"], 2),
+        (["plan", "llama3-8b", "--gpus", "8", "--tokens", "many"], 2),
         (["explain", "none.toml"], 3),
         (["probe", "-o", "bad.json"], 3),
     ],

@@ -7,8 +7,8 @@ from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.comm import volumes
 from fullstride.plan.estimate import Candidate, Estimate, Moment, MomentName, Row, RowKind
 from fullstride.plan.facts import num_parameters
-from fullstride.plan.folklore import notes
-from fullstride.plan.ledger.table import moments_of, peak_of
+from fullstride.plan.folklore import gain_words, notes
+from fullstride.plan.ledger.table import moments_of
 from fullstride.plan.plan import Plan
 from fullstride.plan.ranking_page import best_table, neighbours_table, placement_words, runs_words, target_words
 from fullstride.plan.search import Ranking
@@ -147,7 +147,7 @@ def _fit(estimate: Estimate) -> tuple[Text, ...]:
     """How a plan that does not fit fails, and what would shrink the largest kind at the peak."""
     if estimate.fits:
         return ()
-    peak = peak_of(moments_of(estimate.rows))
+    peak = _peak(moments_of(estimate.rows))
     sizes: dict[RowKind, int] = {}
     for row in _fullest(estimate):
         if peak.name in row.moments:
@@ -195,10 +195,15 @@ def terms_table(estimate: Estimate) -> Table:
     )
 
 
+def _peak(moments: tuple[Moment, ...]) -> Moment:
+    """The fullest moment; of equal ones that which says where in a step it is."""
+    return max(moments, key=lambda moment: (moment.bytes, moment.name not in ("load", "first_step", "checkpoint")))
+
+
 def peaks_by_stage(rows: tuple[Row, ...]) -> dict[int, Moment]:
     """The fullest moment of each pipeline rank."""
     ranks = sorted({row.stage for row in rows})
-    return {rank: peak_of(moments_of(tuple(row for row in rows if row.stage == rank))) for rank in ranks}
+    return {rank: _peak(moments_of(tuple(row for row in rows if row.stage == rank))) for rank in ranks}
 
 
 def _fullest(estimate: Estimate) -> tuple[Row, ...]:
@@ -228,7 +233,7 @@ def stages_tables(estimate: Estimate) -> tuple[Table, ...]:
 
 def rows_table(estimate: Estimate) -> Table:
     """Rows of the fullest rank that are there at the peak first, largest first; then the others."""
-    peak = peak_of(estimate.moments)
+    peak = _peak(estimate.moments)
 
     def order(row: Row) -> tuple[bool, int]:
         return peak.name not in row.moments, -row.bytes
@@ -264,7 +269,7 @@ def rows_table(estimate: Estimate) -> Table:
 
 def moments_table(estimate: Estimate) -> Table:
     """Sums at each moment; the peak stands out, with the largest row that makes it so."""
-    peak, fullest = peak_of(estimate.moments), _fullest(estimate)
+    peak, fullest = _peak(estimate.moments), _fullest(estimate)
     rows = []
     for moment in estimate.moments:
         here = [row for row in fullest if moment.name in row.moments]
@@ -298,6 +303,25 @@ def _volumes(plan: Plan, spec: ModelSpec) -> tuple[Text, ...]:
         if share
     ]
     return (Text(text=f"Each step moves {moved.total / count:.3g}P elements a rank ({', '.join(words)}).", tone="quiet"),)
+
+
+def against_blocks(plan: Plan, estimate: Estimate, other: Plan, its: Estimate) -> list[AnyBlock]:
+    """Two plans side by side: what they do in a second, which alone compares unequal steps, and the terms that differ."""
+    tokens, others = (p.workload.samples_per_step * p.workload.sequence_length for p in (plan, other))
+    words = gain_words(its.step_seconds, others, estimate.step_seconds, tokens)
+    mine, theirs = ({t.name: t.exposed_seconds / n for t in e.terms} for e, n in ((estimate, tokens), (its, others)))
+    names = sorted({**theirs, **mine}, key=lambda name: -abs(mine.get(name, 0.0) - theirs.get(name, 0.0)))
+    rows = [
+        (name, format_seconds(1e6 * mine.get(name, 0.0)), format_seconds(1e6 * theirs.get(name, 0.0))) for name in names[:8]
+    ]
+    rows.append(("all", format_seconds(1e6 * estimate.step_seconds / tokens), format_seconds(1e6 * its.step_seconds / others)))
+    columns = (Column(name="term"), Column(name="this", align="right"), Column(name="other", align="right"))
+    return [
+        Heading(text="Against the other plan"),
+        Text(text=f"The other: {summary(other)}."),
+        Text(text=f"{words} Predicted, not measured."),
+        Table(title="Time of a million tokens", columns=columns, rows=tuple(TableRow(cells=cells) for cells in rows)),
+    ]
 
 
 def candidates_table(candidates: tuple[Candidate, ...]) -> Table:

@@ -1,8 +1,8 @@
 """Through the wide space: all of it where it is small, else one choice at a time from every layout.
 
-The bounded way: each layout starts from sharded states and the smallest micro-batch; each choice in turn takes its best
-value, until none improves (coordinate descent). Plans that do not fit are compared by memory, so that a layout first comes
-to fit and then becomes fast. The best layouts are then polished by changing two choices at once.
+The bounded way: each layout starts from sharded states and the smallest micro-batch; in those that start best each choice
+in turn takes its best value, until none improves (coordinate descent). Plans that do not fit are compared by memory, so
+that a layout first comes to fit and then becomes fast. The best layouts are then polished by changing two choices at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fullstride.plan.price import Score, score
 
 EXHAUSTIVE_PLANS = 800
 """Spaces up to this size are priced whole: half a second."""
+OPENED = 16
+"""Layouts that are improved at all, the fastest at their start first."""
 POLISHED = 3
 NEAR = 1.1
 """Layouts whose best plan is improved by two choices at once: so many, where they are so close to the best; and the one with
 data parallelism alone, which this version runs."""
 HOPELESS = 1.3
 """A layout so many times slower than the best one after its first round is not improved further."""
-TARGET_SHARE = 0.65
-"""Under this share of the device's memory, saving more buys nothing."""
 ROUNDS, POLISHES = 4, 2
 _SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST, _LOSS, _COMPILE, _OPTIMIZER = range(8)
 _ORDER = (_RECOMPUTE, _SHARD, _MICRO, _PIPELINE, _RECOMPUTE)
@@ -106,18 +106,13 @@ class _Layout:
         """Of the best plan so far."""
         return self.key(self.best) if self.best else WORST
 
-    def spares(self) -> bool:
-        """Whether the best plan so far needs no saving of memory."""
-        found = self.priced.get(self.best) if self.best else None
-        return bool(found and found.score.peak_bytes <= TARGET_SHARE * found.score.capacity_bytes)
-
     def round(self) -> bool:
         """Each choice in turn takes its best value; whether anything improved."""
         assert self.best is not None, "a round starts somewhere"
         improved = False
         for axis in _ORDER:
             values = range(len(self.options[axis]))
-            if axis == _RECOMPUTE and self.spares():
+            if axis == _RECOMPUTE and not self.best_key()[0]:  # it fits: making more again would only take time
                 values = range(self.best[axis])
             improved |= self.try_all([_with(self.best, axis, value) for value in values])
         return improved
@@ -166,8 +161,9 @@ def explore(
 
 
 def _descend(layouts: list[_Layout]) -> None:
-    """One round in every layout that can fit, more in those that come near the best, pairs of choices in the best."""
-    open_ones = [layout for layout in layouts if _start(layout)]
+    """One round in the layouts that fit and start well, more in those that come near the best, pairs of choices in the best."""
+    able = sorted((layout for layout in layouts if _start(layout)), key=_Layout.best_key)
+    open_ones = [layout for place, layout in enumerate(able) if place < OPENED or layout.degrees.data_only]
     for layout in open_ones:
         layout.round()
     best = min((layout.best_key() for layout in open_ones), default=WORST)
@@ -195,5 +191,7 @@ def _start(layout: _Layout) -> bool:
         thirds = [n for n, (_, _, shard) in enumerate(layout.options.shards) if shard.stage == 3]
         least = _with(least, _SHARD, thirds[0]) if thirds else least
         least = _with(least, _OPTIMIZER, len(layout.options.optimizers) - 1)
-        layout.try_all([_with(least, _PIPELINE, n) for n in range(len(layout.options.pipelines))])
+        # Of all schedules these two keep the fewest activations.
+        thrifty = [n for n, pipe in enumerate(layout.options.pipelines) if pipe.schedule in ("none", "1f1b", "zb-v")]
+        layout.try_all([_with(least, _PIPELINE, n) for n in thrifty or range(len(layout.options.pipelines))])
     return not layout.best_key()[0]

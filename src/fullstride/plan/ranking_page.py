@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.plan.estimate import Candidate, Estimate
-from fullstride.plan.explore import TARGET_SHARE
 from fullstride.plan.placement import is_uneven, placement
 from fullstride.plan.plan import Plan
 from fullstride.plan.rules import not_run
@@ -14,6 +13,8 @@ from fullstride.report.document import Column, Table, TableRow, Text
 from fullstride.units import format_bytes, format_count, format_percent, format_seconds
 
 DAY_SECONDS = 86400.0
+TARGET_SHARE = 0.65
+"""Under this share of the device's memory, saving more buys nothing."""
 
 
 def gpu_days(plan: Plan, estimate: Estimate, tokens: float) -> float:

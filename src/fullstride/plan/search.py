@@ -9,7 +9,7 @@ from fullstride.model.spec import ModelSpec
 from fullstride.plan.axes import CHOICES, LARGEST_MICRO_BATCH, MOST_EXPERT_RANKS, SHORTEST_SLICE, Wishes
 from fullstride.plan.defaults import plain_plan
 from fullstride.plan.estimate import Candidate, Estimate
-from fullstride.plan.explore import Exploration, Found, explore
+from fullstride.plan.explore import OPENED, POLISHED, Exploration, Found, explore
 from fullstride.plan.limits import over
 from fullstride.plan.neighbours import neighbours
 from fullstride.plan.placement import devices_per_node
@@ -216,6 +216,6 @@ def _words(explored: Exploration, priced: int, size: int, offloaded: bool, clust
     if explored.exhaustive:
         return f"{varied}. Exhaustive, within: {limit}"
     return (
-        f"{varied}. Bounded: {priced} of about {size} plans priced: in every layout one choice at a time until none improves, "
-        f"in the best layouts two at a time; within: {limit}"
+        f"{varied}. Bounded: {priced} of about {size} plans priced: every layout at its start, in the {OPENED} that start "
+        f"best one choice at a time until none improves, in the best {POLISHED} two at a time; within: {limit}"
     )
