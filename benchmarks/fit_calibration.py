@@ -40,13 +40,14 @@ BOUNDS = {
     "launch_seconds": (1e-6, 6e-5),
     "kernel_seconds": (1e-6, 2e-5),
     "drift": (0.01, 0.3),
+    "meet_seconds": (1e-6, 5e-4),
     "step_seconds": (2e-4, 0.1),
     "hidden_share": (0.1, 0.98),
     "tensor_hidden": (0.1, 0.95),
     "expert_hidden": (0.1, 0.95),
 }
 """What is fitted, and between which values it means anything."""
-PULL = 0.004
+PULL = 0.012
 """Weight of the squared logarithm of a coefficient over its assumed value."""
 FEW = 40
 """With fewer runs than these the pull is stronger in proportion."""
@@ -83,7 +84,7 @@ def names_that_matter(cases: list[Case], start: Coefficients) -> list[str]:
     base = [predicted(case, start) for case in some]
     found = []
     for name, (low, high) in BOUNDS.items():
-        value = min(high, max(low, getattr(start, name) * 1.3 or 0.02))
+        value = min(high, max(low, getattr(start, name) * 1.3 or low * 20))
         other = [predicted(case, replace(start, **{name: value})) for case in some]
         if any(abs(a / b - 1) > 1e-3 for a, b in zip(other, base, strict=True)):
             found.append(name)

@@ -160,6 +160,8 @@ class Coefficients(Value, frozen=True, kw_only=True):
     """Host time of one operator."""
     drift: float = 0.0
     """What each further rank that must meet in every block adds to the host's time: hosts drift, and all wait for the last."""
+    meet_seconds: float = 0.0
+    """What each collective inside a block costs beside its bytes: the device waits for the last rank to come."""
     kernel_seconds: float = 5e-6
     """Device time that any kernel costs, however small."""
     step_seconds: float = 1e-3

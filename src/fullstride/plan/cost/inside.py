@@ -69,7 +69,8 @@ def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
     near = ranks_inside(plan, cluster, "tp")
 
     def one(op: str) -> float:
-        return rates.collective_seconds(cluster, op, size, tp, per_node=near).seconds  # type: ignore[arg-type]
+        seconds = rates.collective_seconds(cluster, op, size, tp, per_node=near).seconds  # type: ignore[arg-type]
+        return seconds + cluster.reached.meet_seconds
 
     split = plan.layout.sequence_parallel
     pair = one("all_gather") + one("reduce_scatter") if split else one("all_reduce")

@@ -48,7 +48,7 @@ def again(plan: Plan, piece: Piece) -> float:
     """What one block made again costs."""
     return {
         "none": 0.0,
-        "norm_activation": piece.bound_forward,
+        "norm_activation": piece.bound_forward + plan.recompute.products * piece.products_forward,
         "attention": piece.attention_forward,
         "full": piece.forward,
     }[plan.recompute.mode]

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from msgspec.structs import replace
+
 from fullstride.model.assemble import assemble
 from fullstride.model.config import spec_from_config
 from fullstride.model.families import layered, moe, parts
 from fullstride.model.families.shape import Experts, Shape
-from fullstride.model.spec import Attention, ModelSpec, Stack
+from fullstride.model.spec import Attention, ModelSpec, Stack, Sublayer
 from fullstride.model.tape import Tape, Tensor
 
 
@@ -41,6 +43,8 @@ class Network:
     latent: bool = False
     window: int = 0
     """Every other block looks back so far; 0 for none."""
+    expert_passes: float = 0.0
+    """Passes over the experts' inner width that their activation makes beside the fused ones, in compute elements."""
 
 
 @lru_cache(maxsize=512)
@@ -106,9 +110,23 @@ def _stacks(network: Network, shape: Shape) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def _stack(network: Network, shape: Shape, sparse: bool, window: int) -> tuple:  # type: ignore[type-arg]
+def _stack(network: Network, shape: Shape, sparse: bool, window: int) -> tuple[Sublayer, ...]:
     writer: Callable[[Tape], None] = lambda tape: _block(tape, network, shape, sparse, window)  # noqa: E731
-    return assemble(writer)
+    sublayers = assemble(writer)
+    if not (sparse and network.expert_passes):
+        return sublayers
+    more = network.expert_passes * network.per_token * network.expert_ffn
+    return tuple(_with_traffic(item, more) if item.kind == "experts" else item for item in sublayers)
+
+
+def _with_traffic(sublayer: Sublayer, more: float) -> Sublayer:
+    """The same sublayer, moving so many elements more for each token."""
+    costs = tuple(
+        replace(cost, moved_elements=cost.moved_elements + more, fused_elements=cost.fused_elements + more)
+        for cost in sublayer.costs
+    )
+    moved, fused = sublayer.moved_elements + more, sublayer.fused_elements + more
+    return replace(sublayer, costs=costs, moved_elements=moved, fused_elements=fused)
 
 
 def _block(tape: Tape, network: Network, shape: Shape, sparse: bool, window: int) -> None:

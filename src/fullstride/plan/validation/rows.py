@@ -35,6 +35,9 @@ from fullstride.plan.validation.megatron_rows import refine
 from fullstride.plan.validation.networks import Network, spec_of
 
 GIB = 2**30
+CLAMPED_PASSES = 28.0
+"""GPT-OSS clamps both halves of its gated activation and shifts one; written out in fp32: seven operators, each reading and
+writing two compute elements' worth. Fused from the release on that `Convention.graphs_from` names."""
 NEEDED = ("source", "layers", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch")
 """Columns that a file must have."""
 
@@ -216,6 +219,7 @@ def network_of(row: dict[str, str], convention: Convention) -> Network:
         rms=convention.rms and not gpt,
         qk_norm="qwen3" in model,
         window=128 if "gpt oss" in model or "gpt-oss" in model else 0,
+        expert_passes=CLAMPED_PASSES if ("gpt oss" in model and _modern(note, convention) is False) else 0.0,
         latent="MLA" in note or "deepseek" in model or "kimi" in model or given.get("multi-latent-attention") == "True",
         **experts,
     )
@@ -281,6 +285,7 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
     micro, accumulation, samples = _batch(row, dp)
     fsdp = "fsdp" in row.get("zero_stage_or_fsdp", "").lower()
     carrier = "fsdp2" if fsdp and convention.carrier == "megatron" else convention.carrier
+    fused = carrier != convention.carrier  # Transformer Engine's kernels, whoever carries the shards
     stage = _stage(row.get("zero_stage_or_fsdp", ""), convention.stage)
     chunks = max(1, _whole(row, "vpp"))
     schedule: Any = "none" if pp == 1 else "interleaved" if chunks > 1 else "1f1b"
@@ -310,7 +315,7 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
         kernels=Kernels(attention=_attention(row.get("flash_attention", ""), convention)),
         adapter=Adapter(rank=8 if "LoRA Performance" in note or note.startswith("LoRA") else 0),
         loss=Loss(kind="model"),
-        compile=Compile(mode="block" if convention.compiled else "off", graphs=bool(mixture and modern)),
+        compile=Compile(mode="block" if convention.compiled or fused else "off", graphs=bool(mixture and modern)),
         data=Data(workers=2, pin=True),
         overlap=Overlap(
             gradients=_overlaps(given, convention),
@@ -366,7 +371,8 @@ def _recompute(text: str, note: str, convention: Convention, activations: bool) 
     elif words.startswith("selective"):
         mode = "norm_activation" if convention.framework == "torchtitan" or "moe_act" in words else "attention"
     offload: Any = "cpu" if "activation CPU offload=True" in note else "none"
-    return Recompute(mode=mode, offload=offload if mode != "none" else "none")
+    half = 0.5 if convention.framework == "torchtitan" and mode == "norm_activation" else 0.0
+    return Recompute(mode=mode, products=half, offload=offload if mode != "none" else "none")
 
 
 def _precision(text: str, note: str, convention: Convention) -> Precision:
