@@ -21,7 +21,7 @@ Met: TypeAlias = Callable[[Plan, ModelSpec | None, Cluster | None], str]
 MODULE_GROUPS = ("embedding", "blocks", "head")
 ALTERED_LOGITS = ("gemma2", "gemma2_text")
 """Families that change logits after the head (soft capping), so that head and loss cannot be joined."""
-ENV_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "UCX_")
+ENV_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "CUBLAS_", "PYTORCH_", "UCX_")
 
 
 def below(least: float, *paths: str) -> Met:

@@ -107,7 +107,7 @@ def test_megatron_case_in_yaml():
     assert not plan.kernels.gradient_fusion
     assert not plan.overlap.gradients
     assert read.config == {}, "no family has experts without a gate"
-    assert read.shape["experts"] == {"count": 8, "per_token": 2, "ffn": 2048, "shared_ffn": 0}
+    assert read.shape["experts"] == {"count": 8, "per_token": 2, "ffn": 2048, "shared_ffn": 0, "grouped": False}
     assert read.spec().family == "megatron-local"
     assert {"--deterministic-mode", "ENV_VARS.NVTE_ALLOW_NONDETERMINISTIC_ALGO", "TEST_TYPE", "--vocab-file"} <= listed(
         read

@@ -104,6 +104,7 @@ def any_plan(draw):
                     Recompute(mode="full", blocks=3),
                     Recompute(mode="attention"),
                     Recompute(mode="norm_activation"),
+                    Recompute(mode="norm_activation", products=0.5),
                     Recompute(mode="full", offload="cpu"),
                 ]
             )
@@ -115,7 +116,12 @@ def any_plan(draw):
         kernels=Kernels(attention=draw(st.sampled_from(["sdpa", "fused_softmax", "unfused"]))),
         loss=Loss(kind=draw(st.sampled_from(["model", "chunked"])), fused=draw(st.sampled_from(["no", "script", "native"]))),
         compile=Compile(mode=draw(st.sampled_from(["off", "block"])), graphs=draw(st.booleans())),
-        overlap=Overlap(bucket_bytes=draw(st.sampled_from([26214400, 10**8])), gradients=draw(st.booleans())),
+        overlap=Overlap(
+            bucket_bytes=draw(st.sampled_from([26214400, 10**8])),
+            gradients=draw(st.booleans()),
+            tensor=draw(st.booleans()),
+            deferred_head=draw(st.sampled_from([0, 2])),
+        ),
         comm=Comm(env=draw(st.sampled_from([{}, {"NCCL_ALGO": "Ring"}])), timeout_seconds=draw(st.sampled_from([60.0, 600.0]))),
         data=Data(workers=draw(st.integers(0, 3)), pin=draw(st.booleans())),
     )

@@ -30,6 +30,8 @@ _DTYPES = ("fp32", "bf16", "fp16")
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _LOSS_KERNELS = {"native": "script", "te": "native"}
 """Megatron's `native` is a scripted fusion, Transformer Engine's a kernel that works in place."""
+WITHOUT_LIMIT = 2**20
+"""Micro-batches put off where `--wgrad-deferral-limit` is absent or 0: all of a step."""
 _KEY_OF_DECAY = "--lr-decay-style"
 
 
@@ -184,6 +186,8 @@ def _optimizer(draft: Draft) -> None:
     graphs = draft.get("graphs", False) or draft.get("graph_kind", "none") != "none"
     draft.entries["compile.graphs"] = graphs
     draft.entries |= {f"overlap.{name}": draft.get(f"overlap_{name}", False) for name in ("tensor", "experts")}
+    if draft.get("defers", False):
+        draft.entries["overlap.deferred_head"] = draft.get("deferral_limit", 0) or WITHOUT_LIMIT
     draft.entries["layout.expert_tp"] = draft.get("expert_tp", draft.get("tp", 1) if draft.get("experts", 0) else 1)
 
 

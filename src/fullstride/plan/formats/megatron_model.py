@@ -83,12 +83,13 @@ def _shape(draft: Draft, vocab: int) -> dict[str, Any]:
         "qk_norm": facts.get("qk_norm", False),
         "untied": facts.get("untied", False),
         "dropout": facts.get("hidden_dropout", 0.1),
+        "predictions": facts.get("predictions", 0),
         "library": "local" if draft.get("implementation", "transformer_engine") == "local" else "te",
     }
     if facts.get("experts"):
         ffn = facts.get("moe_ffn") or facts.get("ffn") or _default_ffn(facts["hidden"], gated=gated)
         shape["experts"] = {"count": facts["experts"], "per_token": facts.get("topk", 2), "ffn": ffn}
-        shape["experts"]["shared_ffn"] = facts.get("shared_ffn", 0)
+        shape["experts"] |= {"shared_ffn": facts.get("shared_ffn", 0), "grouped": facts.get("grouped_experts", False)}
         pattern = expert_pattern(str(facts.get("moe_pattern", "1")), facts["layers"])
         if pattern is None:
             draft.leave(

@@ -104,7 +104,8 @@ def from_script(text: str, where: str) -> Arguments:
 
 
 def _of_communication(name: str) -> bool:
-    return name.startswith(ENV_PREFIXES) and name != "CUDA_DEVICE_MAX_CONNECTIONS"  # which Megatron itself demands
+    """Whether a variable belongs into `comm.env`; Megatron itself demands CUDA_DEVICE_MAX_CONNECTIONS."""
+    return name.startswith(ENV_PREFIXES) and name != "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def _ranks(found: Arguments, script: Script, text: str) -> None:

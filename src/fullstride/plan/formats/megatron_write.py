@@ -108,6 +108,8 @@ def _training(plan: Plan) -> dict[str, Any]:
         options |= {"exp-avg-dtype": precision.optimizer_state, "main-grads-dtype": precision.gradient}
     if plan.optimizer.cpu_share > 0:
         options |= {"optimizer-cpu-offload": True, "optimizer-offload-fraction": plan.optimizer.cpu_share}
+    if plan.overlap.deferred_head:
+        options |= {"defer-embedding-wgrad-compute": True, "wgrad-deferral-limit": plan.overlap.deferred_head}
     if plan.loss.fused != "no":
         options["cross-entropy-fusion-impl"] = "te" if plan.loss.fused == "native" else "native"
     return options | _recompute(plan) | _attention(plan)

@@ -256,8 +256,8 @@ def _recompute(draft: Draft) -> None:
     if mode == "full":
         draft.entries["recompute.mode"] = "full"
     elif mode == "selective" and option == "op":
-        draft.entries["recompute.mode"] = "norm_activation"
-        draft.leave(key, "selective op", "carried as norm_activation; torchtitan makes every second matrix product again too")
+        # torchtitan saves every second matrix product (`_apply_op_sac`, activation_checkpoint.py)
+        draft.entries |= {"recompute.mode": "norm_activation", "recompute.products": 0.5}
     elif mode == "selective" and option.isdigit() and int(option) > 0:
         draft.entries |= {"recompute.mode": "full", "recompute.every": int(option)}
     elif mode == "selective":
