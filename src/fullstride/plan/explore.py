@@ -160,6 +160,15 @@ def explore(
     )
 
 
+def first_that_fits(base: Plan, num_ranks: int, spec: ModelSpec, cluster: Cluster) -> Plan | None:
+    """A plan of the least memory on so many ranks that fits, in the layout with the least model parallelism."""
+    for degrees in all_degrees(base, num_ranks, spec, cluster, {}):
+        layout = _Layout(base, degrees, options_for(base, degrees, spec, cluster, {}), spec, cluster, {})
+        if _start(layout) and layout.best and (found := layout.priced[layout.best]):
+            return found.plan
+    return None
+
+
 def _descend(layouts: list[_Layout]) -> None:
     """One round in the layouts that fit and start well, more in those that come near the best, pairs of choices in the best."""
     able = sorted((layout for layout in layouts if _start(layout)), key=_Layout.best_key)

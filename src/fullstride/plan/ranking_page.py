@@ -32,9 +32,7 @@ def best_table(ranking: Ranking, tokens: float | None = None) -> Table:
     pairs = [*zip(ranking.best, ranking.estimates, runs, strict=True)]
     if ranking.runnable and ranking.runnable_estimate:
         pairs.append((ranking.runnable, ranking.runnable_estimate, True))
-    names = ["plan", "step", "tokens/s", "memory", "MFU whole", "MFU causal"]
-    names += ["GPU-days"] if tokens else []
-    names += ["runs here"]
+    names = ["plan", "step", "tokens/s", "memory", "MFU"] + (["GPU-days"] if tokens else []) + ["runs"]
     rows = []
     for plan, estimate, runnable in pairs:
         cells = [
@@ -42,14 +40,14 @@ def best_table(ranking: Ranking, tokens: float | None = None) -> Table:
             format_seconds(estimate.step_seconds),
             format_count(estimate.tokens_per_second),
             format_bytes(estimate.peak_device_bytes),
-            _share(estimate.mfu_full),
-            _share(estimate.mfu_causal),
+            f"{_share(estimate.mfu_full)}, {_share(estimate.mfu_causal)}",
         ]
         cells += [f"{gpu_days(plan, estimate, tokens):,.0f}"] if tokens else []
-        cells += ["yes" if runnable else "priced only"]
+        cells += ["yes" if runnable else "not yet"]
         rows.append(TableRow(cells=tuple(cells), tone="good" if plan is ranking.best[0] else "plain"))
-    note = f"GPU-days for {format_count(tokens)} tokens." if tokens else ""
-    columns = tuple(Column(name=name, align="left" if name in ("plan", "runs here") else "right") for name in names)
+    note = "MFU with attention counted whole, and causal. Not yet: priced, and not run by this version."
+    note += f" GPU-days for {format_count(tokens)} tokens." if tokens else ""
+    columns = tuple(Column(name=name, align="left" if name in ("plan", "runs") else "right") for name in names)
     return Table(title="The best plans", columns=columns, rows=tuple(rows), note=note)
 
 

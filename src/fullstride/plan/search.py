@@ -146,8 +146,9 @@ def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wis
         found, size, priced = found + more.found, size + more.size, priced + more.num_priced
     fitting = sorted((item for item in found if item.score.fits), key=lambda item: (item.key, item.score.peak_bytes))
     if not fitting:
-        smallest = sorted(found, key=lambda item: item.score.peak_bytes)[:1]
-        raise does_not_fit([(s.plan, price(s.plan, spec, cluster)) for s in smallest], spec, cluster, base, ranks)
+        smallest = min(found, key=lambda item: item.score.peak_bytes).plan
+        told = [(smallest, price(smallest, spec, cluster))]
+        raise does_not_fit(told, spec, cluster, base, ranks, considered=priced)
     return _wide_ranking(priced, fitting, _words(explored, priced, size, offloaded, cluster), explored, spec, cluster)
 
 

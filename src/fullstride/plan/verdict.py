@@ -10,10 +10,11 @@ from fullstride.errors import DoesNotFit
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.defaults import layout_for, weights_cast
 from fullstride.plan.estimate import Candidate, Estimate
+from fullstride.plan.explore import first_that_fits
 from fullstride.plan.plan import Batch, Optimizer, Pipeline, Plan, Recompute
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
-from fullstride.plan.space import summary
+from fullstride.plan.space import short, summary
 from fullstride.units import format_bytes, format_seconds
 
 LARGEST_WORLD = 4096
@@ -50,19 +51,24 @@ def lost_by(estimate: Estimate, winner: Estimate) -> str:
     return f"{name}: {format_seconds(mine.get(name, 0.0))} against {format_seconds(its.get(name, 0.0))}"
 
 
-def does_not_fit(priced: list[Priced], spec: ModelSpec, cluster: Cluster, base: Plan, ranks: int) -> DoesNotFit:
-    """The refusal: by how much the smallest plan is too large, and the changes that would make it fit, the cheapest first."""
+def does_not_fit(
+    priced: list[Priced], spec: ModelSpec, cluster: Cluster, base: Plan, ranks: int, *, considered: int = 0
+) -> DoesNotFit:
+    """The refusal: by how much the smallest plan is too large, and the changes that would make it fit, the cheapest first.
+
+    `considered` says how many plans there were, where `priced` is not all of them.
+    """
     plan, estimate = min(priced, key=lambda item: item[1].peak_device_bytes)
     over = estimate.peak_device_bytes - estimate.capacity_bytes
     message = (
-        f"{spec.name} on {ranks} x {cluster.device.kind}: the smallest of {len(priced)} plans ({summary(plan)}) needs "
-        f"{format_bytes(estimate.peak_device_bytes)} a device of {format_bytes(estimate.capacity_bytes)}, "
+        f"{spec.name} on {ranks} x {cluster.device.kind}: the smallest of {considered or len(priced)} plans ({summary(plan)}) "
+        f"needs {format_bytes(estimate.peak_device_bytes)} a device of {format_bytes(estimate.capacity_bytes)}, "
         f"{format_bytes(over)} too much"
     )
     found = (
         _offloaded(plan, spec, cluster),
         _shorter(plan, spec, cluster),
-        _more_devices(plan, spec, cluster, ranks),
+        _more_anyhow(plan, spec, cluster, ranks) if considered else _more_devices(plan, spec, cluster, ranks),
         _larger_device(estimate, cluster),
     )
     ways = [way for way in found if way]
@@ -76,7 +82,8 @@ def _offloaded(plan: Plan, spec: ModelSpec, cluster: Cluster) -> str:
     if cluster.device.kind == "cpu":
         return ""
     for share in (0.25, 0.5, 0.75, 1.0):
-        if plan.optimizer.cpu_share < share and price(replace(plan, optimizer=Optimizer(cpu_share=share)), spec, cluster).fits:
+        offloaded = replace(plan, optimizer=Optimizer(cpu_share=share))
+        if plan.optimizer.cpu_share < share and price(offloaded, spec, cluster).fits:
             return f"{share:.0%} of the optimizer's states in host memory (priced; this version does not run it yet)"
     return ""
 
@@ -101,6 +108,17 @@ def _more_devices(plan: Plan, spec: ModelSpec, cluster: Cluster, ranks: int) -> 
         )
         if price(larger, spec, cluster).fits:
             return f"{world} devices of this kind (zero 3, full recompute)"
+        world *= 2
+    return ""
+
+
+def _more_anyhow(plan: Plan, spec: ModelSpec, cluster: Cluster, ranks: int) -> str:
+    """The smallest doubling of ranks at which any layout fits, one sample a rank."""
+    world = ranks * 2
+    while world <= LARGEST_WORLD:
+        work = replace(plan.workload, samples_per_step=world)
+        if found := first_that_fits(replace(plan, workload=work), world, spec, cluster):
+            return f"{world} devices of this kind ({short(found)}, recompute {found.recompute.mode.replace('_', '+')})"
         world *= 2
     return ""
 
