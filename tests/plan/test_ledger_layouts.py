@@ -103,6 +103,17 @@ def test_in_flight_copies_follow_the_schedule(pp, m, schedule):
         assert sums(plan, spec, "activations", stage=rank, name="mlp.activation") == pytest.approx(2 * count * each)
 
 
+def test_stages_with_their_own_micro_batches():
+    """The last stage works on twice the samples at a time, and keeps as many of them as it must."""
+    spec, name = llama(blocks=4), "mlp.activation"
+    even = plan_for(layout=Layout(pp=2), micro=1, accumulation=8, pipeline=Pipeline(schedule="1f1b"))
+    own = replace(even, pipeline=Pipeline(schedule="1f1b", micro_batch_per_stage=(1, 2)))
+    one = sums(even, spec, "activations", stage=1, name=name)
+    assert sums(own, spec, "activations", stage=1, name=name) == 2 * one
+    assert sums(own, spec, "logits", stage=1) == 2 * sums(even, spec, "logits", stage=1)
+    assert sums(own, spec, "activations", stage=0, name=name) >= sums(even, spec, "activations", stage=0, name=name)
+
+
 def test_interleaving_multiplies_the_first_stage():
     """1 + (p - 1) / (p v) of 1F1B's first stage (Korthikanti et al., section 4)."""
     spec, p, v = llama(blocks=24), 4, 3

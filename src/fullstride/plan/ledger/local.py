@@ -7,8 +7,18 @@ from functools import cached_property
 
 from fullstride.model.saved import dtype_bytes, is_kept
 from fullstride.model.spec import ModelSpec, Stack, Sublayer
-from fullstride.plan.facts import Part, compute_bytes, fixed_bytes, once, parts, product_bytes, shards, weight_bytes
-from fullstride.plan.ledger.alive import alive
+from fullstride.plan.facts import (
+    Part,
+    compute_bytes,
+    fixed_bytes,
+    micro_tokens,
+    once,
+    parts,
+    product_bytes,
+    shards,
+    weight_bytes,
+)
+from fullstride.plan.ledger.alive import alive, micro_batch_of
 from fullstride.plan.ledger.cuts import kept_share, last_name, local_elements
 from fullstride.plan.plan import Plan
 from fullstride.plan.stages import stages_of
@@ -95,10 +105,7 @@ class Local:
     @cached_property
     def micro_tokens(self) -> float:
         """Tokens of one micro-batch on this rank."""
-        batch = self.plan.batch.micro_batch
-        if len(self.plan.pipeline.micro_batch_per_stage) == self.plan.layout.pp:
-            batch = self.plan.pipeline.micro_batch_per_stage[self.rank]
-        return batch * self.plan.workload.sequence_length / self.plan.layout.cp
+        return micro_batch_of(self.plan, self.rank) * self.plan.workload.sequence_length / self.plan.layout.cp
 
     @cached_property
     def stream_tokens(self) -> float:
@@ -170,9 +177,9 @@ class Local:
     def products(self, sublayer: Sublayer) -> float:
         """Bytes of the outputs of matrix products and attention."""
         layout = self.plan.layout
-        if not self.is_cut:
+        if not self.is_cut and not self.plan.pipeline.micro_batch_per_stage:
             return product_bytes(sublayer, self.plan)
-        whole = product_bytes(sublayer, self.plan) / layout.cp
+        whole = product_bytes(sublayer, self.plan) * self.micro_tokens / micro_tokens(self.plan)
         row = sublayer.kind == "linear" and last_name(sublayer) in ("out", "down")
         return whole if row and not layout.sequence_parallel else whole / layout.tp
 
@@ -188,7 +195,8 @@ def local_of(plan: Plan, spec: ModelSpec, rank: int = 0) -> Local:
     uncut = layout.pp == layout.tp == layout.ep == layout.expert_tp == 1
     if uncut and not plan.adapter.rank and plan.shard.carrier != "megatron":
         return Local(plan=plan, spec=spec, rank=rank, parts=parts(spec))
-    key = (layout, pipe, plan.batch.accumulation, plan.adapter, plan.shard.carrier == "megatron", rank)
+    own = plan.batch.micro_batch if pipe.micro_batch_per_stage else 0
+    key = (layout, pipe, plan.batch.accumulation, own, plan.adapter, plan.shard.carrier == "megatron", rank)
     made = once(spec, ("local", key), lambda: _local_parts(plan, spec, rank))
     return Local(plan=plan, spec=spec, rank=rank, parts=made)
 
