@@ -55,6 +55,8 @@ def weights(local: Local, cluster: Cluster) -> tuple[Row, ...]:
         share = local.over_shards(local.count, local.experts) / max(1, local.count)
         block = local.largest_block
         rows.append(row("weights (shards)", "weights", whole * share, f"as computed with / {local.shards}", ALL, exact=True))
+        ends = sum(part.parameters * weight_bytes(plan, part) for part in (local.embedding, local.head))
+        rows.append(row("gathered embedding and head", "gathered", ends, "outside the sharded units, never freed", LATE))
         rows.append(row("gathered layers", "gathered", UNITS * block, f"{UNITS} layers", (*STANDING, "backward_end")))
     else:
         rows.append(row("weights", "weights", whole, "P in the compute dtype, in one buffer", ALL, exact=True))
