@@ -41,6 +41,7 @@ BOUNDS = {
     "kernel_seconds": (1e-6, 2e-5),
     "drift": (0.01, 0.3),
     "meet_seconds": (1e-6, 5e-4),
+    "straggle": (0.001, 0.03),
     "step_seconds": (2e-4, 0.1),
     "hidden_share": (0.1, 0.98),
     "tensor_hidden": (0.1, 0.95),

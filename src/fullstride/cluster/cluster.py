@@ -172,6 +172,8 @@ class Coefficients(Value, frozen=True, kw_only=True):
     """Share of tensor-parallel communication that hides where it is overlapped."""
     expert_hidden: float = 0.6
     """Likewise of the exchange between experts."""
+    straggle: float = 0.0
+    """Share of a step lost to the slowest node, for each doubling of the nodes that must meet."""
     contention: float = 0.15
     """Hidden communication slows computation by this share of its time."""
     source: str = "assumed"

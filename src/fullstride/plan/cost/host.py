@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fullstride.cluster import rates
 from fullstride.cluster.catalogue import PCIE_BYTES
 from fullstride.cluster.cluster import DEFAULT_COEFFICIENTS, Cluster
@@ -67,6 +69,14 @@ def offload(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         cover = micro_seconds(plan, held) * plan.batch.accumulation * cluster.reached.hidden_share
         seconds, exposed = seconds + travel, exposed + max(0.0, travel - cover)
     return term("offload", "host", seconds, f"link {link / 1e9:.0f} GB/s, AdamW on the host", "assumed", exposed)
+
+
+def stragglers(plan: Plan, cluster: Cluster, seconds: float) -> Term:
+    """Nodes are not equally quick, and a step ends with the slowest: the more nodes, the slower it is."""
+    nodes = -(-plan.layout.world_size // cluster.groups[0].num_devices)
+    lost = seconds * cluster.reached.straggle * math.log2(nodes) if nodes > 1 else 0.0
+    source = f"{cluster.reached.straggle:.1%} for each doubling of {nodes} nodes, {cluster.reached.source}"
+    return term("the slowest node", "bubble", lost, source, "modelled")
 
 
 def data(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:

@@ -45,4 +45,5 @@ def terms(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Term, ...]:
     busy = sum(item.exposed_seconds for item in work if item.kind not in AFTER and item.name not in AFTER)
     work.append(host.launches(plan, spec, cluster, busy))
     work.append(host.data(plan, spec, cluster))
+    work.append(host.stragglers(plan, cluster, sum(item.exposed_seconds for item in work)))
     return tuple(item for item in work if item.seconds > 0)

@@ -60,8 +60,8 @@ CONVENTIONS: tuple[Convention, ...] = (
         rms=True,
         rotary=True,
         compiled=True,
-        stated="FSDP2, bf16 weights, fp32 reduction and masters, blocks compiled, SDPA; `selective` makes all but attention and every "
-        "second product again (the source's own pages and train_configs)",
+        stated="FSDP2, bf16 weights, fp32 reduction and masters, blocks compiled, SDPA; `selective` makes all but attention "
+        "and every second product again (the source's own pages and train_configs)",
     ),
     Convention(
         pattern="llm-foundry",

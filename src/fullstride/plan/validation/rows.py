@@ -35,6 +35,17 @@ from fullstride.plan.validation.megatron_rows import refine
 from fullstride.plan.validation.networks import Network, spec_of
 
 GIB = 2**30
+MIXTURES: dict[str, tuple[int, int, int, int, int]] = {
+    "deepseekv2": (160, 6, 1536, 2, 1),
+    "deepseekv3": (256, 8, 2048, 1, 3),
+    "kimi_k2": (384, 8, 2048, 1, 1),
+    "qwen3_30b": (128, 8, 768, 0, 0),
+    "qwen3_235b": (128, 8, 1536, 0, 0),
+    "gpt oss 120b": (128, 4, 2880, 0, 0),
+    "moonlight": (64, 6, 1408, 2, 1),
+}
+"""Experts, experts a token, inner width, shared experts, dense blocks first, by name, where a note does not say (the models'
+own configurations)."""
 CLAMPED_PASSES = 28.0
 """GPT-OSS clamps both halves of its gated activation and shifts one; written out in fp32: seven operators, each reading and
 writing two compute elements' worth. Fused from the release on that `Convention.graphs_from` names."""
@@ -176,6 +187,8 @@ def _require_eligible(row: dict[str, str]) -> None:
         raise _Reason("no layout published")
     if not row.get("micro_batch") and not row.get("global_batch"):
         raise _Reason("no batch published")
+    if "distill" in row.get("model", "") or "distill" in note:
+        raise _Reason("trains against a second network", eligible=True)
     if "optimizer=muon" in note:
         raise _Reason("optimizer is not AdamW", eligible=True)
 
@@ -256,8 +269,7 @@ def _experts(row: dict[str, str], given: dict[str, str], note: str) -> dict[str,
     if "mixtral" in row.get("model", "").lower():
         return {"experts": 8, "per_token": 2, "expert_ffn": _whole(row, "ffn_hidden")}
     model = row.get("model", "").lower()
-    known = {"deepseekv2": (160, 6, 1536, 2, 1), "deepseekv3": (256, 8, 2048, 1, 3), "kimi_k2": (384, 8, 2048, 1, 1)}
-    for name, (count, top, ffn, shared, first) in known.items():
+    for name, (count, top, ffn, shared, first) in MIXTURES.items():
         if name in model:
             sizes = {"experts": count, "per_token": top, "expert_ffn": ffn, "shared_ffn": shared * ffn}
             return {**sizes, "dense_layers": 0 if "cut to" in model else first}
