@@ -28,6 +28,7 @@ from fullstride.plan.plan import (
     Shard,
     Workload,
 )
+from fullstride.plan.schedule.bubble import bubble_share
 from fullstride.plan.validation.networks import Network, spec_of
 
 SPEC = llama(hidden=4096, blocks=32, heads=32, kv_heads=8, ffn=14336, vocab=128_256, positions=8192)
@@ -75,6 +76,22 @@ def test_the_bubble_in_closed_form(stages, micro):
     assert by_name(replace(plan, pipeline=Pipeline(schedule="zb-h1")))["pipeline bubble"].seconds == pytest.approx(plain / 3)
     same = by_name(replace(plan, pipeline=Pipeline(schedule="gpipe")))["pipeline bubble"].seconds
     assert same == pytest.approx(plain)  # 1F1B bounds memory, not the bubble
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("bfs", 4)])
+def test_the_bubble_is_the_schedules_own(schedule, chunks):
+    """Over stages that are alike on average, the term is what the schedules' closed forms say."""
+    plan = plan_for(16, layout=Layout(pp=4, dp_shard=16), pipeline=Pipeline(schedule=schedule, chunks=chunks))
+    lost = by_name(plan)["pipeline bubble"].seconds
+    work = 16 * sum(ranks(plan, SPEC, GPUS).seconds) / 4
+    assert lost / (work + lost) == pytest.approx(bubble_share(schedule, 4, chunks, 16))
+
+
+def test_more_nodes_wait_longer_for_the_slowest():
+    plan, slow = plan_for(), replace(GPUS, coefficients=Coefficients(straggle=0.02))
+    assert "the slowest node" not in by_name(plan)
+    rest = sum(term.exposed_seconds for name, term in by_name(plan, cluster=slow).items() if name != "the slowest node")
+    assert by_name(plan, cluster=slow)["the slowest node"].seconds == pytest.approx(0.02 * 3 * rest)  # eight nodes
 
 
 def test_every_block_stands_on_one_stage_and_the_busiest_paces():
