@@ -213,10 +213,15 @@ def _local_parts(plan: Plan, spec: ModelSpec, rank: int) -> tuple[Part, ...]:
             found.append(_part(plan, spec, "blocks", stack, blocks, stack.sublayers, count))
         if stage.has_head:
             tail = _part(plan, spec, "head", None, 1, spec.tail, 1.0)
-            if spec.tied_embeddings and plan.layout.pp > 1:
+            if (spec.tied_embeddings or _looks_ahead(spec)) and plan.layout.pp > 1:
                 tail = _with_tied(tail, _part(plan, spec, "embedding", None, 1, _table(spec), 1.0))
             found.append(tail)
     return tuple(found)
+
+
+def _looks_ahead(spec: ModelSpec) -> bool:
+    """Whether the tail predicts further tokens, which takes the embedding of those before them."""
+    return any(sublayer.name.startswith("mtp") for sublayer in spec.tail)
 
 
 def _table(spec: ModelSpec) -> tuple[Sublayer, ...]:

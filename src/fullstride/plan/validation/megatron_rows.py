@@ -8,6 +8,7 @@ a latent-attention mixture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -159,8 +160,23 @@ def _layout(row: Mapping[str, str], given: Mapping[str, str], plan: Plan) -> Pla
     return replace(plan, layout=layout, shard=replace(plan.shard, carrier="megatron", stage=stage))
 
 
+def stages_of_layout(text: str) -> tuple[int, ...]:
+    """Layers of each stage from `--pipeline-model-parallel-layout`: `Et*3|(tt|)*6mL` is (3, 2, 2, 2, 2, 2, 2, 0).
+
+    `t` is a layer; `E`, `m` and `L` are embedding, further predictions and loss; `*n` repeats what stands before it.
+    """
+    plain = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    plain = re.sub(r"([A-Za-z])\*(\d+)", lambda found: found[1] * int(found[2]), plain)
+    return tuple(stage.count("t") for stage in plain.strip("|").split("|"))
+
+
 def _uneven(given: Mapping[str, str], plan: Plan, layers: int) -> Plan:
     """Fewer layers on the first and the last stage."""
+    stated = stages_of_layout(given.get("pipeline-model-parallel-layout", ""))
+    if sum(stated) == layers and len(stated) % plan.layout.pp == 0 and plan.layout.pp > 1:
+        chunks = len(stated) // plan.layout.pp
+        schedule: Any = "interleaved" if chunks > 1 else "1f1b"
+        return replace(plan, pipeline=replace(plan.pipeline, schedule=schedule, chunks=chunks, layers_per_stage=stated))
     first, last = (int(given.get(f"decoder-{end}-pipeline-num-layers", 0)) for end in ("first", "last"))
     pp, total = plan.layout.pp, layers
     if not first or not last or pp < 3 or plan.pipeline.chunks > 1:
