@@ -21,6 +21,8 @@ from fullstride.plan.verdict import Priced, candidate, does_not_fit
 
 NUM_BEST = 5
 NUM_CANDIDATES = 12
+NUM_OTHERS = 8
+"""Of a wide ranking, whose neighbours are listed beside."""
 
 
 class Ranking(FileValue, frozen=True, kw_only=True, tag="ranking"):
@@ -184,7 +186,7 @@ def _wide_ranking(
     runnable = next((item.plan for item in fitting if item.degrees.data_only and not check(item.plan, spec, cluster)), None)
     shown = None if runs[0] else runnable
     near = neighbours(best[0][0], best[0][1], spec, cluster, to_run=False)
-    others = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[NUM_BEST:NUM_CANDIDATES]]
+    others = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[NUM_BEST:NUM_OTHERS]]
     return Ranking(
         best=tuple(plan for plan, _ in best),
         estimates=tuple(estimate for _, estimate in best),
