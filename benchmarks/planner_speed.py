@@ -146,10 +146,8 @@ def main() -> int:
     results = [measured(case) for case in chosen]
     cold, work = cold_command()
     print(table(results))
-    print(
     print(f"fullstride plan llama3-8b --gpus 8, cold: {cold:.2f} s, {work:.2f} s of the processor")
     print(f"load average {os.getloadavg()[0]:.1f}")
-    )
     if not args.quick:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version(), "cores": 1}
