@@ -1,6 +1,7 @@
 """What each kind of file says, and that nothing of it is dropped."""
 
 import json
+import random
 import re
 
 import pytest
@@ -307,3 +308,30 @@ def test_layouts_of_pipelines():
 def test_flat_names_every_entry():
     plan = read_text(samples.TORCHTITAN, "f", num_ranks=4).require_plan()
     assert {"layout.tp", "recipe.steps", "shard.reshard", "comm.env"} <= flat(plan).keys()
+
+
+def damaged(text, draw):
+    """The text cut short, with something put into it, or with a line changed or gone."""
+    at = draw.randrange(len(text))
+    if draw.random() < 0.3:
+        return text[:at]
+    if draw.random() < 0.5:
+        odd = draw.choice(['"', "{", "}", "[", ":", "-", "0", "null", "true", '"auto"', "1e9", "-1", "\n", "$", "x"])
+        return text[:at] + odd + text[at + draw.randrange(3) :]
+    lines = text.split("\n")
+    line = draw.randrange(len(lines))
+    lines[line] = draw.choice(["", lines[line].replace("1", "0"), lines[line].replace("true", '"maybe"').replace("2", "[2]")])
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [text for texts in samples.ALL.values() for text in texts])
+def test_damaged_files_are_read_or_refused_in_one_line(text):
+    draw, refused = random.Random(7), 0
+    for _ in range(80):
+        try:
+            read_text(damaged(text, draw), "f", "llama3-1b", num_ranks=8).spec()
+        except BadInput as error:
+            refused += 1
+            assert "\n" not in str(error)
+            assert error.fix
+    assert 0 < refused < 80
