@@ -223,6 +223,12 @@ def test_coefficients_can_be_given_and_calibrations_are_whole(tmp_path):
     assert calibration_for("a100-sxm-80", "nothing") is None
 
 
+def test_what_the_driver_showed_counts_the_context(tmp_path):
+    rows = ({**MEGATRON, "note": note} for note in ("x", "Mem = nvidia-smi max of all ranks"))
+    allocated, shown = (item.peak_bytes for item in predict_file(read(tmp_path, *rows)))
+    assert shown > allocated + 2**29
+
+
 def test_a_prediction_of_a_plain_run_is_near(tmp_path):
     """A dense model on eight A100: between the peak and a quarter of it, whatever is calibrated."""
     case = one(tmp_path)

@@ -57,7 +57,7 @@ def predict(case: Case) -> Prediction:
         rows=rows,
         seconds=sum(term.exposed_seconds for term in found) if case.seconds else None,
         static_bytes=sum(row.bytes for row in inside if BETWEEN in row.moments) if rows and case.static_bytes else None,
-        peak_bytes=peak_of(moments_of(rows, inside=True)).bytes if rows and case.peak_bytes else None,
+        peak_bytes=peak_of(moments_of(rows, inside=not case.whole_device)).bytes if rows and case.peak_bytes else None,
     )
 
 

@@ -71,6 +71,8 @@ class Case:
     peak_bytes: float | None
     last_rank: bool = False
     """Memory is that of the last rank, not of the fullest."""
+    whole_device: bool = False
+    """Memory is what the driver showed (nvidia-smi), context included, not what torch's allocator held."""
     row: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -168,6 +170,7 @@ def _case(path: Path, line: int, row: dict[str, str], coefficients: Any) -> Case
         static_bytes=static * GIB if static else None,
         peak_bytes=peak * GIB if peak else None,
         last_rank="LAST rank" in note,
+        whole_device="nvidia-smi" in note,
         row=row,
     )
 
