@@ -3,6 +3,7 @@
 
 PYTHON_BIN ?= python3
 VENV := .venv
+DOORS := .venv-doors
 LOCK := requirements-dev.lock
 VERSION ?= 2.11.0
 PYTHON ?= 3.12
@@ -49,8 +50,19 @@ format: $(VENV)/.stamp ## rewrite files in the house's format
 types: $(VENV)/.stamp ## mypy, strict
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.stamp ## all tests, the examples of README and docs/ included
-	$(QUIET) $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+# Other frameworks live beside the development venv and see it, so that nothing of ours depends on their being there.
+$(DOORS)/.stamp: $(VENV)/.stamp requirements-doors.lock
+	$(PYTHON_BIN) -m venv $(DOORS)
+	$(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(DOORS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/development.pth"
+	grep -v '^deepspeed==' requirements-doors.lock > $(DOORS)/others.txt
+	$(DOORS)/bin/python -m pip install --quiet --no-deps -r $(DOORS)/others.txt
+	DS_BUILD_OPS=0 $(DOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		"$$(grep '^deepspeed==' requirements-doors.lock)"
+	touch $@
+
+unit: $(VENV)/.stamp $(DOORS)/.stamp ## all tests, the examples of README and docs/ included
+	$(QUIET) FULLSTRIDE_DOORS_PYTHON=$(CURDIR)/$(DOORS)/bin/python $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 docs: $(VENV)/.stamp ## only the examples and links of README and docs/
 	$(QUIET) $(VENV)/bin/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
@@ -86,4 +98,4 @@ lock: $(VENV)/.stamp ## write the versions of .venv into the lock
 	@mv $(LOCK).new $(LOCK)
 
 clean: ## remove what make made
-	rm -rf .venv .venv-torch-* .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-doors .venv-torch-* .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis
