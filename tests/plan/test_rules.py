@@ -314,6 +314,16 @@ def test_ranks_of_a_cpu_host_are_not_devices():
     assert check(plan_of(**four), SPEC, cpus(num=2)) == ()
 
 
+def test_a_cpu_host_is_not_flooded_with_ranks():
+    cluster = cpus(num=2)
+    ranks = 8 * cluster.host.num_cores + 1
+    many = {"layout": Layout(dp_replicate=ranks), "shard": Shard(carrier="ddp"), "batch": Batch(micro_batch=1)}
+    many["workload"] = replace(WORK, samples_per_step=ranks)
+    (broken,) = check(plan_of(**many), SPEC, cluster)
+    assert broken.code == "layout.devices"
+    assert f"{ranks} ranks on {cluster.host.num_cores} cores" in broken.message
+
+
 def test_require_names_everything_at_once():
     plan = plan_of(**TWO, pipeline=Pipeline(schedule="gpipe"), precision=Precision(block="bf16"))
     with pytest.raises(RuleBroken) as caught:

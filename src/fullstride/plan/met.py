@@ -303,11 +303,19 @@ def separate_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) ->
     return ""
 
 
+RANKS_A_CORE = 8
+"""Processes that may share a core of a CPU host; more only wait for each other, each with its own memory."""
+
+
 def devices_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
-    """More ranks than devices; ranks of a CPU host are processes, any number of which may share its cores."""
-    if not cluster or cluster.device.kind == "cpu" or plan.layout.world_size <= cluster.num_devices:
+    """More ranks than devices; ranks of a CPU host are processes, some of which may share a core."""
+    ranks = plan.layout.world_size
+    if not cluster:
         return ""
-    return f"{plan.layout.world_size} ranks on {cluster.num_devices} devices of {cluster.name}"
+    if cluster.device.kind == "cpu":
+        cores = sum(group.count * group.host.num_cores for group in cluster.groups)
+        return f"{ranks} ranks on {cores} cores, over {RANKS_A_CORE} a core" if ranks > RANKS_A_CORE * cores else ""
+    return f"{ranks} ranks on {cluster.num_devices} devices of {cluster.name}" if ranks > cluster.num_devices else ""
 
 
 def compiler_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:

@@ -177,7 +177,12 @@ RULES: tuple[Rule, ...] = (
         "use an ep that divides the data-parallel ranks",
         when(limits.expert_ranks_met),
     ),
-    _rule("layout.devices", "a rank needs a device of its own", "lower the degrees, or give more devices", met.devices_met),
+    _rule(
+        "layout.devices",
+        "a rank needs a device of its own (on a CPU host, a share of a core)",
+        "lower the degrees, or give more devices",
+        met.devices_met,
+    ),
     _rule(
         "batch.samples",
         "micro-batch x accumulation x data-parallel degree equals the samples of a step",
