@@ -9,6 +9,7 @@ from tests.cli.values import make_plan
 from fullstride.cli import claim
 from fullstride.errors import BadInput, TimedOut
 from fullstride.files import read_json, write_bytes, write_json
+from fullstride.launch.failure import failure_of
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Layout, Recipe, Workload
 from fullstride.plan.toml import read_plan, write_plan
@@ -82,14 +83,14 @@ def test_other_ranks_wait_for_the_same_plan(run_dir):
 @pytest.mark.parametrize(("kind", "code"), claim.EXIT_CODES.items())
 def test_a_failure_becomes_an_error_with_its_exit_code(run_dir, kind, code):
     write_json(run_dir.failed, Failure(failure=kind, message="why", rank=1, fix="do this"))
-    error = claim.error_of(claim.failure_of(run_dir, 1), run_dir)
+    error = claim.error_of(failure_of(run_dir, 1), run_dir)
     assert error.exit_code == code
     assert str(error) == f"{kind.replace('_', ' ')} on rank 1: why; do this"
 
 
 def test_a_death_without_words_is_a_crash(run_dir):
-    error = claim.error_of(claim.failure_of(run_dir, -9), run_dir)
-    assert "exit code -9" in error.message and "logs" in error.fix
+    error = claim.error_of(failure_of(run_dir, 3), run_dir)
+    assert "3" in error.message and error.exit_code == 6 and "logs" in error.fix
 
 
 def test_default_folders_are_found_again_and_safe_for_a_shell():

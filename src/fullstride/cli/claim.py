@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.errors import BadInput, RunFailed, TimedOut
-from fullstride.files import read_json, write_json
+from fullstride.files import write_json
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
 from fullstride.plan.toml import read_plan, write_plan
@@ -75,13 +75,6 @@ def wait_until_filled(run_dir: RunDir, plan: Plan, seconds: float = 300.0) -> No
         f"waited {seconds:.0f} s for rank 0 to write {run_dir.plan}",
         fix="give all ranks the same command line and a -o on storage that they share",
     )
-
-
-def failure_of(run_dir: RunDir, exit_code: int) -> Failure:
-    """Why a run ended badly: what the worker wrote, else what little is known."""
-    if run_dir.failed.exists():
-        return read_json(run_dir.failed, Failure)
-    return Failure(failure="crash", message=f"the workers ended with exit code {exit_code}", fix=f"see {run_dir.path}/logs")
 
 
 def error_of(failure: Failure, run_dir: RunDir) -> RunFailed:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from fullstride.cli.choose import checked, choose_model, is_plan_file, override, plan_here
-from fullstride.cli.claim import default_run_dir, error_of, failure_of, fill, look, wait_until_filled
+from fullstride.cli.claim import default_run_dir, error_of, fill, look, wait_until_filled
 from fullstride.cli.command import add_dry_run, positive
 from fullstride.cli.follow import Tail, show
 from fullstride.cli.output import Output
@@ -18,6 +18,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import BadInput, UsageError
 from fullstride.launch.command import worker_command
+from fullstride.launch.failure import failure_of, oom_kills
 from fullstride.launch.job import Job
 from fullstride.launch.local import Process, start
 from fullstride.model.spec import ModelSpec
@@ -144,7 +145,7 @@ def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> Tail:
     Raises:
         RunFailed: they ended badly; the exit code follows the cause.
     """
-    tail = Tail(run_dir.events(0))
+    tail, kills = Tail(run_dir.events(0)), oom_kills()
     process = start(job)
     try:
         with ProgressView(f"train {plan.model.source}") as view:
@@ -163,7 +164,7 @@ def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> Tail:
     finally:
         process.close()
     if code != 0 or not run_dir.done.exists():
-        raise error_of(failure_of(run_dir, code), run_dir)
+        raise error_of(failure_of(run_dir, code, oom_kills_before=kills), run_dir)
     return tail
 
 

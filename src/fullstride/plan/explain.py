@@ -10,7 +10,14 @@ from fullstride.plan.facts import num_parameters
 from fullstride.plan.folklore import gain_words, notes
 from fullstride.plan.ledger.table import moments_of
 from fullstride.plan.plan import Plan
-from fullstride.plan.ranking_page import best_table, neighbours_table, placement_words, runs_words, target_words
+from fullstride.plan.ranking_page import (
+    best_table,
+    candidates_table,
+    neighbours_table,
+    placement_words,
+    runs_words,
+    target_words,
+)
 from fullstride.plan.search import Ranking
 from fullstride.plan.space import summary
 from fullstride.report.document import AnyBlock, Column, Document, Heading, Stat, Stats, Table, TableRow, Text
@@ -322,32 +329,3 @@ def against_blocks(plan: Plan, estimate: Estimate, other: Plan, its: Estimate) -
         Text(text=f"{words} Predicted, not measured."),
         Table(title="Time of a million tokens", columns=columns, rows=tuple(TableRow(cells=cells) for cells in rows)),
     ]
-
-
-def candidates_table(candidates: tuple[Candidate, ...]) -> Table:
-    """The winner and the runners-up, each with the one term that lost it."""
-    fastest = candidates[0].step_seconds
-    rows = tuple(
-        TableRow(
-            cells=(
-                c.summary,
-                format_seconds(c.step_seconds),
-                f"{c.step_seconds / fastest:.3f}",
-                format_bytes(c.peak_device_bytes),
-                c.lost_by or "fastest that fits",
-            ),
-            tone="plain" if c.lost_by else "good",
-        )
-        for c in candidates
-    )
-    return Table(
-        title="Plans by predicted step",
-        columns=(
-            Column(name="plan"),
-            Column(name="step", align="right"),
-            Column(name="over best", align="right"),
-            Column(name="memory", align="right"),
-            Column(name="lost by"),
-        ),
-        rows=rows,
-    )

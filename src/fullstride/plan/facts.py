@@ -169,13 +169,6 @@ def num_resharded(plan: Plan, part: Part) -> int:
     return sum(resharded(plan, part, index) for index in range(part.count))
 
 
-def num_recomputed(plan: Plan, part: Part) -> int:
-    """How many of a part's blocks are made again in backward."""
-    if plan.recompute.mode == "none" or part.group != "blocks":
-        return 0
-    return part.count // plan.recompute.every
-
-
 def fixed_bytes(sublayer: Sublayer, plan: Plan) -> float:
     """Bytes that a sublayer keeps for backward when nothing is recomputed, one micro-batch."""
     return saved_bytes(

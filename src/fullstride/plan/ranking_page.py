@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from fullstride.cluster.cluster import Cluster
 from fullstride.plan.estimate import Candidate, Estimate
 from fullstride.plan.placement import is_uneven, placement
@@ -9,7 +13,7 @@ from fullstride.plan.plan import Plan
 from fullstride.plan.rules import not_run
 from fullstride.plan.search import Ranking
 from fullstride.plan.space import short, summary
-from fullstride.report.document import Column, Table, TableRow, Text
+from fullstride.report.document import Column, Table, TableRow, Text, Tone
 from fullstride.units import format_bytes, format_count, format_percent, format_seconds
 
 DAY_SECONDS = 86400.0
@@ -85,28 +89,34 @@ def target_words(estimate: Estimate) -> tuple[Text, ...]:
 
 def neighbours_table(candidates: tuple[Candidate, ...], winner: Estimate) -> Table:
     """Plans one step away, each with the one term that lost it."""
+    tones: list[Tone] = ["quiet" if c.lost_by.startswith("does not fit") else "plain" for c in candidates]
+    note = "All else held, but for what follows from the change."
+    return candidate_table("One step away from the best plan", "change", candidates, winner.step_seconds, tones, note)
+
+
+def candidates_table(candidates: tuple[Candidate, ...]) -> Table:
+    """The winner and the runners-up, each with the one term that lost it."""
+    told = tuple(c if c.lost_by else msgspec.structs.replace(c, lost_by="fastest that fits") for c in candidates)
+    tones: list[Tone] = ["plain" if c.lost_by else "good" for c in candidates]
+    return candidate_table("Plans by predicted step", "plan", told, candidates[0].step_seconds, tones)
+
+
+def candidate_table(
+    title: str, first: str, candidates: Sequence[Candidate], fastest: float, tones: Sequence[Tone], note: str = ""
+) -> Table:
+    """Plans with step, step over `fastest` (seconds), memory and reason; `first` names the column of summaries."""
     rows = tuple(
         TableRow(
             cells=(
                 c.summary,
                 format_seconds(c.step_seconds),
-                f"{c.step_seconds / winner.step_seconds:.3f}",
+                f"{c.step_seconds / fastest:.3f}",
                 format_bytes(c.peak_device_bytes),
                 c.lost_by,
             ),
-            tone="quiet" if c.lost_by.startswith("does not fit") else "plain",
+            tone=tone,
         )
-        for c in candidates
+        for c, tone in zip(candidates, tones, strict=True)
     )
-    return Table(
-        title="One step away from the best plan",
-        columns=(
-            Column(name="change"),
-            Column(name="step", align="right"),
-            Column(name="over best", align="right"),
-            Column(name="memory", align="right"),
-            Column(name="lost by"),
-        ),
-        rows=rows,
-        note="All else held, but for what follows from the change.",
-    )
+    figures = tuple(Column(name=name, align="right") for name in ("step", "over best", "memory"))
+    return Table(title=title, columns=(Column(name=first), *figures, Column(name="lost by")), rows=rows, note=note)
