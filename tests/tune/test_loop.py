@@ -20,9 +20,10 @@ from fullstride.files import read_json
 from fullstride.plan.plan import Batch
 from fullstride.plan.toml import read_plan
 from fullstride.rundir import Failure, RunDir
-from fullstride.tune.learned import learn, prediction_errors
+from fullstride.tune.learned import learn
 from fullstride.tune.levers import LEVERS
 from fullstride.tune.loop import tune
+from fullstride.tune.page_predictions import predictions
 from fullstride.tune.trial import Ladder
 
 
@@ -245,10 +246,10 @@ def test_progress_is_told(bench):
 
 def test_predictions_are_corrected_by_what_was_measured(bench):
     ladder = bench.tune(seconds=lambda plan: 1.5 * seconds_by_parts(plan), memory=lambda plan: int(1.1 * bytes_by_parts(plan)))
-    errors = prediction_errors(ladder)
+    errors = predictions(ladder)
     assert errors[0].name == "baseline"
-    assert statistics.fmean(error.time for error in errors) == pytest.approx(1 / 1.5 - 1, abs=0.02)
-    assert errors[0].memory == pytest.approx(1 / 1.1 - 1, abs=0.001)
+    assert statistics.fmean(error.time_error for error in errors) == pytest.approx(1 / 1.5 - 1, abs=0.02)
+    assert errors[0].memory_error == pytest.approx(1 / 1.1 - 1, abs=0.001)
     learned = learn(ladder)
     assert learned.memory_ratio == pytest.approx(1.1, abs=0.001)
     assert learned.factors["compute"] == pytest.approx(1.5 * 0.9, rel=0.05)

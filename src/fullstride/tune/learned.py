@@ -118,34 +118,3 @@ def _bounded(factor: float) -> float:
 
 def _class_of(kind: TermKind) -> str:
     return next(name for name, (kinds, _) in _SIDES.items() if kind in kinds)
-
-
-class PredictionError(Value, frozen=True, kw_only=True):
-    """How far a prediction was off: predicted over measured, less one."""
-
-    index: int
-    """Of the trial; -1 for the baseline."""
-    name: str
-    time: float
-    memory: float | None
-    """Of the allocated peak; None where it was not measured."""
-
-
-def prediction_errors(ladder: Ladder) -> tuple[PredictionError, ...]:
-    """The error for the baseline and every trial that was measured."""
-    seen = [(-1, "baseline", ladder.baseline_estimate, ladder.baseline)]
-    seen += [(t.index, t.lever, t.estimate, t.comparison.other) for t in ladder.trials if t.comparison]
-    found = []
-    for index, name, estimate, measured in seen:
-        if estimate is None or measured is None:
-            continue
-        peak = measured.memory.peak_allocated_bytes
-        found.append(
-            PredictionError(
-                index=index,
-                name=name,
-                time=estimate.step_seconds / measured.step_seconds.value - 1,
-                memory=estimate.peak_allocated_bytes / peak - 1 if peak else None,
-            )
-        )
-    return tuple(found)
