@@ -26,6 +26,7 @@ from fullstride.engine.init import initialise, materialise, parameters_by_unit, 
 from fullstride.engine.load_weights import WeightFiles
 from fullstride.engine.loss import ChunkedHead, altered_logits, chunked_head
 from fullstride.engine.memory.recompute import apply_recompute
+from fullstride.engine.mesh import Mesh
 from fullstride.engine.optimizer import AdamW
 from fullstride.engine.parallel.shard import Carrier, carry
 from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders
@@ -38,6 +39,7 @@ class Applied:
     """A model with its Plan applied."""
 
     anatomy: Anatomy
+    mesh: Mesh
     carrier: Carrier
     weights: Weights
     optimizer: AdamW
@@ -57,7 +59,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         RuleBroken: this model and this Plan do not go together.
         EnvironmentFault: nothing can be compiled here.
     """
-    anatomy = find(model)
+    anatomy, mesh = find(model), Mesh(plan.layout, device)
     _refuse(model, anatomy, plan, device)
     apply_recompute(model, anatomy, plan.recompute)
     compiled = plan.compile.mode == "block"
@@ -69,12 +71,12 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
     parts = units(model, anatomy)
     maker = _Maker(model, parts, plan, device)
-    carrier = carry(model, parts, plan, device, maker.make)
-    weights = Weights(model, plan, maker.roles)
+    carrier = carry(model, parts, plan, mesh, maker.make)
+    weights = Weights(model, plan, maker.roles, maker.shapes)
     if weights.cast:
         cast_at_borders(parts, plan.precision)
     optimizer = AdamW(weights, plan.recipe, plan.optimizer.implementation)
-    return Applied(anatomy=anatomy, carrier=carrier, weights=weights, optimizer=optimizer, head=head)
+    return Applied(anatomy=anatomy, mesh=mesh, carrier=carrier, weights=weights, optimizer=optimizer, head=head)
 
 
 class _Maker:
@@ -89,6 +91,7 @@ class _Maker:
         folder = weights_directory(plan.model.source)
         base = getattr(model, "base_model_prefix", "")
         self._files = WeightFiles(folder, f"{base}." if base else "") if folder else None
+        self.shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self.roles: dict[int, Role] = {}
 
     def make(self, unit: Unit) -> None:

@@ -1,8 +1,9 @@
-"""The process group and the mesh of ranks that a Plan asks for."""
+"""The process group, and the axes of ranks that a Plan asks for."""
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 
 import torch
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullstride.errors import BadInput, EnvironmentFault
-from fullstride.plan.plan import Plan
+from fullstride.plan.plan import Axis, Layout, Plan
+
+_made: dict[tuple[int, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
+"""Groups by the world they belong to and the ranks they are cut into: a worker that builds plan after plan makes each once."""
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -44,22 +48,64 @@ def join(plan: Plan, device: torch.device) -> int:
     return ranks
 
 
-def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh over which samples are spread: one axis `dp_shard`, or two when copies are kept (`dp_replicate`, first).
+class Mesh:
+    """This rank's place on the axes, and the groups it is in.
 
-    Ranks are laid out in the Plan's order: the last axis has neighbouring ranks.
-
-    Raises:
-        EnvironmentFault: there is no process group.
+    All ranks must ask for the same groups in the same order: making one is collective.
     """
-    if not dist.is_initialized():
-        raise EnvironmentFault("no process group, and the plan spreads over ranks", fix="start it with torchrun")
-    layout = plan.layout
-    degrees = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
-    order = [axis for axis in layout.order if axis in degrees]
-    ranks = torch.arange(layout.data_parallel).reshape([degrees[axis] for axis in order])
-    if order != list(degrees):
-        ranks = ranks.t()
-    if layout.dp_replicate == 1:
-        return DeviceMesh(device.type, ranks.flatten(), mesh_dim_names=("dp_shard",))
-    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Number the ranks: the last axis of the layout's order has neighbours."""
+        self.layout = layout
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if layout.world_size > 1 and not dist.is_initialized():
+            raise EnvironmentFault("no process group, and the plan spreads over ranks", fix="start it with torchrun")
+        self._axes = tuple(axis for axis in layout.order if axis != "ep")
+        self._numbers = torch.arange(layout.world_size).reshape([getattr(layout, axis) for axis in self._axes])
+
+    def coordinate(self, axis: Axis) -> int:
+        """This rank's place on an axis."""
+        return int((self._numbers == self.rank).nonzero()[0][self._axes.index(axis)])
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's samples is this rank's."""
+        return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
+
+    def ranks(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that differ from this one on `axes` alone, itself included, the first axis slowest."""
+        return next(members for members in self._cut(axes) if self.rank in members)
+
+    def group(self, *axes: Axis) -> dist.ProcessGroup | None:
+        """The group of `ranks(*axes)`; None where that is this rank alone."""
+        cut = self._cut(axes)
+        if len(cut[0]) == 1:
+            return None
+        if len(cut) == 1 and cut[0] == tuple(range(self.layout.world_size)):
+            return dist.group.WORLD
+        key = (id(dist.group.WORLD), cut)
+        if key not in _made:
+            made, _ = dist.new_subgroups_by_enumeration([list(m) for m in cut])  # type: ignore[no-untyped-call]
+            assert made is not None
+            _made[key] = made
+        return _made[key]
+
+    def data(self) -> DeviceMesh:
+        """The axes that samples are spread over, as FSDP2 takes them: `dp_shard`, before it `dp_replicate` for copies."""
+        shard = self.group("dp_shard")
+        assert shard is not None
+        if self.layout.dp_replicate == 1:
+            return DeviceMesh.from_group(shard, self.device.type, mesh_dim_names=("dp_shard",))
+        replicate = self.group("dp_replicate")
+        assert replicate is not None
+        table = torch.tensor(self.ranks("dp_replicate", "dp_shard")).reshape(self.layout.dp_replicate, self.layout.dp_shard)
+        names = ("dp_replicate", "dp_shard")
+        return DeviceMesh.from_group([replicate, shard], self.device.type, mesh=table, mesh_dim_names=names)
+
+    def _cut(self, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+        """All ranks, in the sets that differ on `axes` alone."""
+        inner = [self._axes.index(axis) for axis in axes]
+        outer = [index for index in range(len(self._axes)) if index not in inner]
+        size = math.prod(self._numbers.shape[index] for index in inner)
+        return tuple(tuple(row) for row in self._numbers.permute(*outer, *inner).reshape(-1, size).tolist())

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullstride.engine.anatomy import Role, Unit
+from fullstride.engine.pieces import piece_of
 from fullstride.plan.plan import DType, Plan, Precision
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {
@@ -56,16 +57,25 @@ class Weights:
         names: of all parameters, as in the unmodified model; a tied one stands once, under its first name.
         params: the module's own parameters (DTensors when sharded).
         masters: what the optimizer steps: the same objects, or fp32 copies when weights are cast on one rank.
+        pieces: where this rank's part of each master, gradient and moment lies in the unmodified model.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, roles: dict[int, Role]) -> None:
-        """Take the parameters of a model that has memory and is sharded; `roles` by id of the parameter."""
+    def __init__(self, model: nn.Module, plan: Plan, roles: dict[int, Role], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Take the parameters of a model that has memory and is sharded.
+
+        Args:
+            model: with its weights.
+            plan: of which `precision` counts.
+            roles: by id of the parameter.
+            shapes: of the whole parameters, by name.
+        """
         named = dict(model.named_parameters())
         self.names = tuple(named)
         self.params = tuple(named.values())
         self._sharded = any(isinstance(p, DTensor) for p in self.params)
         self.cast = plan.precision.cast == "weights" and not self._sharded
         self.masters: tuple[torch.Tensor, ...] = self.params
+        self.pieces = tuple(piece_of(name, shapes[name], param) for name, param in named.items())
         self._gathered: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._hooks: list[Any] = []

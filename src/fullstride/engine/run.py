@@ -17,10 +17,11 @@ from fullstride.engine.init import seed_of
 from fullstride.engine.loss import IGNORED, shifted, token_loss_sum
 from fullstride.engine.mesh import join, pick_device
 from fullstride.engine.optimizer import AdamW, global_norm
+from fullstride.engine.pieces import Piece
 from fullstride.engine.precision import TORCH_DTYPE, compute_context
 from fullstride.engine.schedule import learning_rate
 from fullstride.errors import BadInput
-from fullstride.plan.plan import Plan
+from fullstride.plan.plan import Axis, Plan
 from fullstride.plan.rules import require
 
 _default_threads = torch.get_num_threads()
@@ -69,6 +70,7 @@ class Run:
         """Called with `h2d`, `forward`, `backward` and `optimizer` around each; set it to see where time goes."""
         self._applied = applied
         self._carrier = applied.carrier
+        self._mesh = applied.mesh
         self._weights = applied.weights
         self._ranks = plan.layout.data_parallel
         self._hf = hasattr(self.module, "get_input_embeddings")
@@ -87,7 +89,7 @@ class Run:
     @property
     def data_rank(self) -> int:
         """Which share of a step's samples is this rank's: 0 to the data-parallel degree - 1."""
-        return self._carrier.data_rank
+        return self._mesh.data_rank
 
     @property
     def optimizer(self) -> AdamW:
@@ -158,8 +160,9 @@ class Run:
         """Clip, step, forget gradients."""
         recipe, optimizer = self.plan.recipe, self._applied.optimizer
         found = [self._weights.gradient(index) for index in range(len(self._weights.params))]
-        grads = [grad for grad in found if grad is not None]
-        norm = global_norm(grads, self._carrier.shard_group, self.device)
+        counted = [grad for grad, piece in zip(found, self._weights.pieces, strict=True) if grad is not None and piece.counted]
+        holders: tuple[Axis, ...] = ("dp_shard", "tp", "pp") if self.plan.shard.stage else ("tp", "pp")
+        norm = global_norm(counted, self._mesh.group(*holders), self.device)
         divisor = None
         if recipe.clip_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does, its 1e-6 included
             divisor = ((norm + 1e-6) / recipe.clip_norm).clamp(min=1.0)
@@ -172,8 +175,9 @@ class Run:
         return norm, lr
 
     def _world_sum(self, value: torch.Tensor) -> torch.Tensor:
-        if self._carrier.world is not None:
-            dist.all_reduce(value, group=self._carrier.world)
+        group = self._mesh.group("dp_replicate", "dp_shard")
+        if group is not None:
+            dist.all_reduce(value, group=group)
         return value
 
     @torch.no_grad()
@@ -207,6 +211,10 @@ class Run:
             if moments is not None:
                 found[f"exp_avg/{name}"], found[f"exp_avg_sq/{name}"] = moments
         return found
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where this rank's part of `state()`'s tensors lies in the unmodified model, by the parameter's name."""
+        return {piece.name: piece for piece in self._weights.pieces}
 
     def after_load(self, step_index: int) -> None:
         """Call it after `state()`'s tensors were filled from a checkpoint made after `step_index` steps."""

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fullstride.engine.anatomy import Unit
-from fullstride.engine.mesh import data_mesh
+from fullstride.engine.mesh import Mesh
 from fullstride.engine.precision import TORCH_DTYPE, compute_dtype
 from fullstride.plan.plan import Plan
 
@@ -27,21 +26,15 @@ Make = Callable[[Unit], None]
 
 
 class Carrier:
-    """A model laid over ranks.
+    """A model laid over data-parallel ranks.
 
     Attributes:
         module: what is called for a forward.
-        world: all data-parallel ranks, None for one.
-        shard_group: ranks that hold parts of each parameter, None where each holds all.
-        data_rank: which share of the samples is this rank's.
     """
 
-    def __init__(self, module: nn.Module, world: dist.ProcessGroup | None, shard_group: dist.ProcessGroup | None) -> None:
-        """Hold the module and its groups."""
+    def __init__(self, module: nn.Module) -> None:
+        """Hold the module."""
         self.module = module
-        self.world = world
-        self.shard_group = shard_group
-        self.data_rank = dist.get_rank(world) if world is not None else 0
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Stands around forward and backward of a micro-batch; gradients are whole after the last one."""
@@ -80,31 +73,33 @@ class _Fsdp(Carrier):
                 module.reshard()
 
 
-def carry(model: nn.Module, units: tuple[Unit, ...], plan: Plan, device: torch.device, make: Make) -> Carrier:
+def carry(model: nn.Module, units: tuple[Unit, ...], plan: Plan, mesh: Mesh, make: Make) -> Carrier:
     """Lay a model over the ranks, a unit at a time: made whole, then cut, so that one unit at most is ever whole.
 
     Args:
         model: parameters on meta, or real and equal on all ranks.
         units: as `anatomy.units` gives them.
-        plan: of which `shard`, `layout`, `precision` and `overlap` count.
-        device: this rank's.
+        plan: of which `shard`, `precision` and `overlap` count.
+        mesh: of all ranks.
         make: gives a unit's parameters memory and values on the device.
     """
+    device = mesh.device
     _move_buffers(model, device)
     if plan.shard.carrier == "fsdp2":
-        return _fsdp(model, units, plan, device, make)
+        return _fsdp(model, units, plan, mesh, make)
     for unit in units:
         make(unit)
     if plan.shard.carrier == "none":
-        return Carrier(model, None, None)
+        return Carrier(model)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
+        process_group=mesh.group("dp_replicate", "dp_shard"),
         bucket_cap_mb=plan.overlap.bucket_bytes / 2**20,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
-    return _Ddp(wrapped, dist.group.WORLD, None)
+    return _Ddp(wrapped)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -113,18 +108,18 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
 
 
-def _fsdp(model: nn.Module, units: tuple[Unit, ...], plan: Plan, device: torch.device, make: Make) -> Carrier:
-    mesh = data_mesh(plan, device)
+def _fsdp(model: nn.Module, units: tuple[Unit, ...], plan: Plan, mesh: Mesh, make: Make) -> Carrier:
+    data = mesh.data()
     for unit in units:
         make(unit)
         fully_shard(
             list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-            mesh=mesh,
+            mesh=data,
             reshard_after_forward=reshards(unit, plan),
             mp_policy=_policy(unit, plan),
         )
     _prefetch([unit.modules[0] for unit in units if unit.role == "block"], plan.overlap.prefetch)
-    carrier = _Fsdp(model, dist.group.WORLD, mesh.get_group("dp_shard"))
+    carrier = _Fsdp(model)
     carrier.stage = plan.shard.stage
     return carrier
 
