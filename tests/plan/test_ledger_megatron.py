@@ -12,7 +12,20 @@ from fullstride.plan.ledger.cuts import padded_vocabulary
 from fullstride.plan.ledger.local import local_of
 from fullstride.plan.ledger.table import ledger, moments_of
 from fullstride.plan.ledger.totals import static_bytes
-from fullstride.plan.plan import Batch, Comm, Kernels, Layout, Loss, Overlap, Pipeline, Precision, Recompute, Shard, Workload
+from fullstride.plan.plan import (
+    Batch,
+    Comm,
+    Compile,
+    Kernels,
+    Layout,
+    Loss,
+    Overlap,
+    Pipeline,
+    Precision,
+    Recompute,
+    Shard,
+    Workload,
+)
 
 GPUS = gpus()
 MIB = 2**20
@@ -129,6 +142,24 @@ def test_workspaces_follow_the_device_and_the_environment():
     plan = plan_for(kernels=Kernels(attention="fused_softmax"))
     assert rows_of(plan, local, "workspace") == 2 * 32 * MIB
     assert rows_of(plan, local, "temporary", name="score buffer") == 2 * 4 * 128 * 128 * 2
+
+
+def test_the_head_has_a_stand_in_as_every_fused_weight_has():
+    spec = megatron_spec(SHAPE, "gpt")
+    plan = plan_for(layout=Layout(tp=2), kernels=Kernels(gradient_fusion=True))
+    block = (3 * 256 * 256 + 256 * 256 + 2 * 256 * 1024) // 2  # four matrices of different shapes, cut in two
+    assert rows_of(plan, spec, "temporary", name="stand-ins") == 2 * (block + 1024 * 256 // 2)
+    assert not rows_of(plan_for(layout=Layout(tp=2)), spec, "temporary", name="stand-ins")
+
+
+def test_graphs_hold_the_inputs_of_each_layer_in_flight():
+    spec = megatron_spec(SHAPE, "gpt")
+    plan = plan_for(layout=Layout(pp=2, dp_shard=2), pipeline=Pipeline(schedule="1f1b"), accumulation=4)
+    rows = ledger(replace(plan, compile=Compile(graphs=True)), spec, GPUS)
+    found = {r.stage: r.bytes for r in rows if r.name == "inputs of CUDA graphs"}
+    each = 2 * 128 * 256 * 2 + 2 * 2 * 128 * 128
+    assert found == {0: 2 * 2 * each, 1: 2 * each}  # two layers a stage; two micro-batches in flight on the first
+    assert not any(r.name == "inputs of CUDA graphs" for r in ledger(plan, spec, GPUS))
 
 
 def test_each_stage_sums_to_the_model_and_both_ends_have_a_tied_table():

@@ -50,6 +50,11 @@ def test_recipes_decide_attention_workspace_and_dropout():
     free, spec = refined("gpt/gpt3_mcore_te_tp2_pp2_cp2", {}, cp="2")
     assert not free.comm.env
     assert not any(saved.dtype == "bool" for s in spec.stacks[0].sublayers for saved in s.saved)
+    wide, _ = refined("gpt/x", {}, cp="2", gpu="GB200", gpus="8", gpus_per_node="4")
+    assert wide.comm.env == plan.comm.env  # 32 MiB as well, by torch's own choice
+    assert not refined("gpt/x", {}, cp="2", gpu="GB200", gpus="4", gpus_per_node="4")[0].comm.env
+    assert not refined("gpt/x", {}, cp="2", gpu="H100", gpus="16", gpus_per_node="8")[0].comm.env
+    assert refined("gpt/x", {"cuda-graph-impl": "transformer_engine"})[0].compile.graphs
 
 
 def test_optimizer_sharding_follows_the_column():

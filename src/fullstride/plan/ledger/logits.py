@@ -63,9 +63,9 @@ def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
     wide = {"no": 4 if head < 4 else 0, "script": 8, "native": 0}[plan.loss.fused]
     source = f"tokens x padded vocabulary / tp x ({head} + {wide}) B"
     found = [row("logits and fp32 copies", "logits", count * (head + wide), source, (*AHEAD, "loss"))]
-    if plan.loss.fused == "native":  # the gradient of the head's weight is made while logits still stand
+    if plan.loss.fused == "native" and not plan.kernels.gradient_fusion:  # made while logits still stand
         weight = vocabulary * local.spec.hidden_size * head
-        found.append(row("gradient of the head's weight", "logits", weight, "vocabulary x hidden, or its stand-in", ("loss",)))
+        found.append(row("gradient of the head's weight", "logits", weight, "vocabulary x hidden", ("loss",)))
     if (waiting := min(plan.overlap.deferred_head, plan.batch.accumulation - 1)) > 0 and plan.layout.pp > 1:
         each = count * head + local.micro_tokens * local.spec.hidden_size * head
         moments: tuple[MomentName, ...] = (*AHEAD, "loss", "backward", "backward_end")

@@ -12,8 +12,9 @@ from fullstride.model.spec import Parameter
 from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import BYTES, compute_bytes, weight_bytes
 from fullstride.plan.ledger.allocator import held
-from fullstride.plan.ledger.cuts import local_elements
+from fullstride.plan.ledger.cuts import local_elements, padded_vocabulary
 from fullstride.plan.ledger.local import Local
+from fullstride.plan.ledger.logits import predictions
 from fullstride.plan.ledger.row import ALL, LATE, STANDING, assumed, row
 from fullstride.plan.ledger.states import frozen, on_device
 from fullstride.plan.stages import chunks_of
@@ -115,7 +116,8 @@ def workspaces(local: Local, cluster: Cluster) -> tuple[Row, ...]:
 def stand_ins(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """With gradient accumulation fusion autograd still wants a gradient: Transformer Engine keeps an empty one of each shape.
 
-    (`get_dummy_wgrad` in te/pytorch/module/_common.py and base.py: made once for each shape and dtype, never freed.)
+    (`get_dummy_wgrad` in te/pytorch/module/_common.py and base.py: made once for each shape and dtype, never freed; Megatron's
+    own head takes it from there too, core/tensor_parallel/layers.py.)
     """
     if not _on(local) or not local.plan.kernels.gradient_fusion or local.spec.family == "megatron-local":
         return ()
@@ -127,6 +129,9 @@ def stand_ins(local: Local, cluster: Cluster) -> tuple[Row, ...]:
                     size = local_elements(parameter, sublayer, local.plan, local.spec.vocab_size)
                     together = _held(local, parameter) if parameter.role == "expert" else 1
                     shapes[parameter.shape, sublayer.kind] = size / together
+    if local.head.count:
+        vocabulary = padded_vocabulary(local.plan, local.spec.vocab_size) // local.plan.layout.tp
+        shapes["head"] = vocabulary * local.spec.hidden_size
     total = sum(shapes.values()) * compute_bytes(local.plan)
     return (row("stand-ins for weight gradients", "temporary", total, "one of each shape", LATE),)
 
@@ -184,6 +189,21 @@ def left_over(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     if local.spec.family in MASKED:
         size += local.micro_tokens * plan.workload.sequence_length
     return (row("left by the pipeline", "temporary", size, "inputs and gradients of chunks, mask", ("checkpoint",)),)
+
+
+def graph_inputs(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """What CUDA graphs of layers read from fixed places, for each layer and micro-batch in flight: the stream and a mask
+    (`get_layer_static_inputs` in core/transformer/transformer_layer.py; te/pytorch/graph.py shares them between those that are
+    not), and the mask once more in the graphs' own pool (its size follows published bytes, not a line of code).
+    """
+    plan = local.plan
+    if not _on(local) or not plan.compile.graphs:
+        return ()
+    held = sum(part.count * part.alive for part in local.blocks) + (predictions(local) if local.head.count else 0)
+    mask = local.micro_tokens * plan.workload.sequence_length if local.spec.family in MASKED else 0.0
+    each = local.stream_tokens * local.spec.hidden_size * compute_bytes(plan) + 2 * mask
+    source = f"{held:g} x (tokens x hidden x {compute_bytes(plan)} B + 2 x tokens x sequence x 1 B)"
+    return (row("inputs of CUDA graphs", "temporary", held * each, source, LATE),)
 
 
 def fp8_copies(local: Local, cluster: Cluster) -> tuple[Row, ...]:

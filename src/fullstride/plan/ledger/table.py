@@ -27,6 +27,7 @@ AROUND: tuple[RowMaker, ...] = (
     megatron.attention_buffers,
     megatron.mask,
     megatron.left_over,
+    megatron.graph_inputs,
     megatron.fp8_copies,
     megatron.stand_ins,
     megatron.workspaces,
