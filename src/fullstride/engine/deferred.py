@@ -2,7 +2,7 @@
 
 Linear layers that compute their own backward ask `gradient` for the weight's part. Usually it is computed at once; while a
 `Deferred` collects, it is put into its list and computed when the schedule says so, after which it reaches the parameter by
-autograd's own accumulation, hooks included. (Post-accumulate hooks also fire in the first half, where there is no gradient yet.)
+autograd's own accumulation, hooks included. (Post-accumulate hooks also fire in the first half, where no gradient is yet.)
 """
 
 from __future__ import annotations
