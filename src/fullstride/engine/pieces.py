@@ -171,19 +171,64 @@ def fill(whole: torch.Tensor, piece: Piece, local: torch.Tensor) -> None:
         piece: what `local` is.
         local: its elements, in any shape.
     """
-    flat = local.reshape(-1)
-    for box in piece.boxes():
-        _at(whole, box).copy_(flat[box.start : box.start + box.count].view(box.sizes))
+    for part in parts(piece):
+        part.of_whole(whole).copy_(part.of_local(local))
 
 
 def take(whole: torch.Tensor, piece: Piece, local: torch.Tensor) -> None:
     """Read a piece out of the whole parameter; the other way round of `fill`."""
-    flat = local.view(-1)
-    for box in piece.boxes():
-        flat[box.start : box.start + box.count].view(box.sizes).copy_(_at(whole, box))
+    for part in parts(piece):
+        part.of_local(local).copy_(part.of_whole(whole))
 
 
-def _at(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A rectangle of the whole parameter, and where among a piece's local elements it lies, strided perhaps.
+
+    A piece has few of them: at most 2 * dims - 1 for its run, times the ranges of its cut.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """First local element of the rectangle of the cut parameter that this one is a part of."""
+    around: tuple[int, ...]
+    """Sizes of that rectangle."""
+    dim: int
+    at: int
+    """Where this one begins in it, along `dim`."""
+
+    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """View of the whole parameter."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+    def of_local(self, local: torch.Tensor) -> torch.Tensor:
+        """View of a piece's elements, which lie in one run of memory, in any shape."""
+        run = local.view(-1)[self.start : self.start + math.prod(self.around)].view(self.around)
+        return run.narrow(self.dim, self.at, self.sizes[self.dim]) if self.around else run
+
+
+def parts(piece: Piece) -> Iterator[Part]:
+    """A piece as rectangles of the whole parameter, each a strided view of the local elements; none if it is empty."""
+    cut = piece.cut
+    for offsets, sizes, first in _run(piece.cut_shape, piece.lo, piece.end):
+        start = first - piece.lo
+        if cut is None:
+            yield Part(offsets=offsets, sizes=sizes, start=start, around=sizes, dim=0, at=0)
+            continue
+        dim, begun = cut.dim, 0
+        lo, hi = offsets[dim], offsets[dim] + sizes[dim]
+        for low, high in cut.ranges:
+            a, b = max(lo, begun), min(hi, begun + high - low)
+            if a < b:
+                yield Part(
+                    offsets=(*offsets[:dim], low + a - begun, *offsets[dim + 1 :]),
+                    sizes=(*sizes[:dim], b - a, *sizes[dim + 1 :]),
+                    start=start,
+                    around=sizes,
+                    dim=dim,
+                    at=a - lo,
+                )
+            begun += high - low
