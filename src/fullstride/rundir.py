@@ -12,8 +12,9 @@
       measurement.json findings.json
       DONE or FAILED.json
 
-A worker is a process group that carries out the orders in turn. It builds one plan at a time, releases it before it
-builds the next, and ends at `exit`, when its parent is gone, or when no order came for `idle_seconds`.
+A worker is a process group that carries out the orders in turn. It steps one plan at a time; before another is built it is
+released, or set aside with all it holds where there is memory for both. It ends at `exit`, when its parent is gone, or when
+no order came for `idle_seconds`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Failure(FileValue, frozen=True, kw_only=True, tag="failure"):
 
 
 class BuildOrder(FileValue, frozen=True, kw_only=True, tag="build"):
-    """Build the plan in `plans/NAME.toml`; what was built before must have been released."""
+    """Build the plan in `plans/NAME.toml`, or take it up again as it was set aside; none may be in hand."""
 
     number: int
     plan: str
@@ -156,8 +157,14 @@ class RunOrder(FileValue, frozen=True, kw_only=True, tag="run"):
     """Profile these steps: reduce the device trace to Spans in `trace/`; such steps are not timed."""
 
 
+class AsideOrder(FileValue, frozen=True, kw_only=True, tag="aside"):
+    """Set the plan that is built aside with all it holds, under its name."""
+
+    number: int
+
+
 class ReleaseOrder(FileValue, frozen=True, kw_only=True, tag="release"):
-    """Free model, optimizer and data of the plan that is built; keep the compile cache."""
+    """Free model, optimizer and data of the plan that is built, and of what was set aside; keep the compile cache."""
 
     number: int
 
@@ -168,7 +175,7 @@ class ExitOrder(FileValue, frozen=True, kw_only=True, tag="exit"):
     number: int
 
 
-Order: TypeAlias = BuildOrder | RunOrder | ReleaseOrder | ExitOrder
+Order: TypeAlias = BuildOrder | RunOrder | AsideOrder | ReleaseOrder | ExitOrder
 
 
 class Reply(FileValue, frozen=True, kw_only=True, tag="reply"):

@@ -190,6 +190,8 @@ def test_a_worker_carries_out_orders_and_plans_take_turns(plan, tmp_path, monkey
         assert session.run(2, "base-trace", profile=True).ok
         assert session.build("other", ddp).ok
         assert session.run(3, "other-1").ok
+        assert session.set_aside().ok and session.build("base", plan).ok and session.run(3, "base-2").ok
+        assert session.set_aside().ok and session.build("other", ddp).ok and session.run(1, "other-2").ok
         refused = session.build("bad", msgspec.structs.replace(plan, model=ModelRef(source="no-such-model")))
         assert not refused.ok
         assert refused.failure.failure == "refused"
@@ -198,6 +200,9 @@ def test_a_worker_carries_out_orders_and_plans_take_turns(plan, tmp_path, monkey
     assert [(e.order, e.step) for e in steps[:3]] == [("base-1", 0), ("base-1", 1), ("base-1", 2)]
     base, other = ([e.loss for e in steps if e.order == name] for name in ("base-1", "other-1"))
     assert base == pytest.approx(other, rel=1e-6)  # a build begins again at sample 0
+    (again,) = [e for e in steps if e.order == "other-2"]
+    third = [e.loss for e in steps if e.order == "base-2"]
+    assert (again.step, third) == (3, base)  # what was set aside goes on where it was
     check_trace(run_dir)
 
 

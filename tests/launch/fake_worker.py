@@ -9,10 +9,10 @@ import sys
 import time
 
 from fullstride.files import from_json, write_bytes, write_json
-from fullstride.rundir import BuildOrder, ExitOrder, Failure, ReleaseOrder, Reply, RunDir, RunOrder
+from fullstride.rundir import AsideOrder, BuildOrder, ExitOrder, Failure, ReleaseOrder, Reply, RunDir, RunOrder
 
 RANK = int(os.environ.get("RANK", "0"))
-KINDS = (BuildOrder, RunOrder, ReleaseOrder, ExitOrder)
+KINDS = (BuildOrder, RunOrder, AsideOrder, ReleaseOrder, ExitOrder)
 
 
 def read(path):

@@ -17,7 +17,7 @@ from fullstride.launch.local import start
 from fullstride.launch.session import WorkerSession
 from fullstride.plan.plan import Batch, Comm, Threads
 from fullstride.plan.toml import read_plan
-from fullstride.rundir import Reply, RunDir, RunOrder
+from fullstride.rundir import AsideOrder, Reply, RunDir, RunOrder
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(60)]
 
@@ -26,6 +26,19 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(60)]
 def session(tmp_path):
     with WorkerSession(tmp_path / "run", plan_of(), command=quick_job) as session:
         yield session
+
+
+def test_a_plan_that_is_set_aside_is_not_released_by_the_next_build(session):
+    base, other = plan_of(), plan_of(batch=Batch(accumulation=2))
+    assert session.build("base", base).ok and session.set_aside().ok and session.build("other", other).ok
+    assert session.holds("base") and not session.holds("other")
+    assert read_json(session.run_dir.order(2), AsideOrder) == AsideOrder(number=2)
+    assert session.set_aside().ok and session.build("base", base).ok
+    assert session.holds("other") and not session.holds("base")
+    assert session.release().ok and not session.holds("other")
+    assert session.build("base", base).ok and session.set_aside().ok
+    session.close()
+    assert not session.holds("base")
 
 
 def test_plans_take_turns_in_one_worker(session):

@@ -80,12 +80,13 @@ class FakeSession:
         seed=0,
         stop_after=None,
         recompiles=lambda order: 0,
+        host_bytes=1,
     ):
         self.run_dir, self.clock, self.seconds, self.memory = run_dir, clock, seconds, memory
         self.fails, self.loss, self.noise, self.build_seconds = fails, loss, noise, build_seconds
         self.random, self.plan, self.step, self.number = random.Random(seed), None, 0, 0
-        self.builds, self.stop_after = [], stop_after
-        self.recompiles, self.limits = recompiles, []
+        self.builds, self.stop_after, self.aside = [], stop_after, {}
+        self.recompiles, self.limits, self.host_bytes = recompiles, [], host_bytes
 
     def _reply(self, seconds, failure=None):
         self.number += 1
@@ -108,6 +109,11 @@ class FakeSession:
 
     def build(self, name, plan):
         assert self.plan is None, "what was built before must have been released"
+        self.names = name
+        if name in self.aside:
+            self.plan, self.step = self.aside.pop(name)
+            assert self.plan == plan
+            return self._reply(0.01)
         seconds = self.build_seconds(plan, self.builds.count(name)) if callable(self.build_seconds) else self.build_seconds
         self.builds.append(name)
         self.plan, self.step = plan, 0
@@ -125,8 +131,17 @@ class FakeSession:
         self.step += steps
         return self._reply(sum(times))
 
+    def set_aside(self):
+        self.aside[self.names] = (self.plan, self.step)
+        self.plan = None
+        return self._reply(0.01)
+
+    def holds(self, name):
+        return name in self.aside
+
     def release(self):
         self.plan = None
+        self.aside.clear()
         return self._reply(0.1)
 
     def _write(self, rank, label, began, times):
@@ -157,7 +172,7 @@ class FakeSession:
                     peak_allocated_bytes=peak,
                     peak_reserved_bytes=peak,
                     device_used_bytes=peak,
-                    host_bytes=1,
+                    host_bytes=self.host_bytes,
                 )
             )
         writer.close()

@@ -3,7 +3,7 @@ import math
 import pytest
 from tests.tune.fakes import FakeClock, FakeSession, fake_cluster, fake_plan, fake_spec, oom
 
-from fullstride.measure.protocol import Settings
+from fullstride.measure.protocol import Settings, Visit
 from fullstride.plan.plan import Batch, Compile
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.driver import Driver, NoTime, Record, bench, compare
@@ -11,12 +11,14 @@ from fullstride.tune.driver import Driver, NoTime, Record, bench, compare
 
 @pytest.fixture
 def stage(tmp_path):
-    def make(**options):
+    def make(kind="h200-sxm", **options):
         clock = FakeClock()
         run_dir = RunDir(root=str(tmp_path))
         session = FakeSession(run_dir, clock, **options)
         heard = []
-        driver = Driver(session, run_dir, fake_cluster(), spec=fake_spec(), clock=clock, watch=lambda *said: heard.append(said))
+        driver = Driver(
+            session, run_dir, fake_cluster(kind=kind), spec=fake_spec(), clock=clock, watch=lambda *said: heard.append(said)
+        )
         return driver, session, heard
 
     return make
@@ -176,3 +178,32 @@ def test_a_time_that_ends_before_the_other_had_a_round_is_no_failure_of_it(stage
     outcome = compare(driver, *records(), Settings(), driver.clock() + 10)
     assert isinstance(outcome, NoTime)
     assert "time ended" in outcome.message
+
+
+def test_on_a_cpu_with_room_for_two_plans_take_turns_without_being_built_again(stage):
+    driver, session, _ = stage(kind="cpu")
+    base, other = records()
+    compare(driver, base, other, Settings(screen=False, min_alternations=5), driver.clock() + 1000)
+    assert session.builds == ["A", "B", "A"], "the first visit of each is alone, then both stand"
+    assert [len(r.rounds) for r in (base, other)] == [5, 5]
+    assert base.since_build > 4 * 6 and other.since_build > 5 * 6, "steps go on where they were"
+    driver.release()
+    assert not session.aside
+
+
+def test_two_plans_that_do_not_fit_beside_each_other_are_built_in_turn(stage):
+    driver, session, _ = stage(kind="cpu", host_bytes=2**36)
+    compare(driver, *records(), Settings(screen=False), driver.clock() + 1000)
+    assert session.builds[:6] == ["A", "B"] * 3
+
+
+def test_a_plan_that_was_lost_with_its_worker_is_warmed_up_again(stage):
+    driver, session, _ = stage(kind="cpu")
+    base, other = records()
+    compare(driver, base, other, Settings(screen=False), driver.clock() + 1000)
+    session.aside.clear()
+    waits = driver._aside
+    before = len(session.limits)
+    driver.visit(waits, Visit(index=9, label=waits.name, warmup_steps=2, max_warmup_steps=4, round_steps=2))
+    assert session.builds[-1] == waits.name
+    assert len(session.limits) - before == 2, "one order to warm up, one that is timed"

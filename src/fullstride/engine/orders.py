@@ -12,12 +12,13 @@ from fullstride.engine.assembly import Built, Writer, announce, assemble, releas
 from fullstride.engine.compiling import recompile_count
 from fullstride.engine.moments import moment
 from fullstride.engine.process import Ancestors, Place
+from fullstride.engine.run import use_threads
 from fullstride.engine.trace import Tracer, append_spans
 from fullstride.errors import BadInput, TimedOut
 from fullstride.events import RunEnd, now_ns
 from fullstride.files import Value, write_json
 from fullstride.plan.toml import read_plan
-from fullstride.rundir import BuildOrder, ExitOrder, Order, Reply, RunDir, RunOrder
+from fullstride.rundir import AsideOrder, BuildOrder, ExitOrder, Order, Reply, RunDir, RunOrder
 
 POLL_SECONDS = 0.01
 MEMORY_EVERY = 5
@@ -49,6 +50,8 @@ class OrderLoop:
         self._place, self._out, self._idle_seconds = place, out, idle_seconds
         self._ancestors = Ancestors(2)
         self._built: Built | None = None
+        self._name = ""
+        self._aside: dict[str, Built] = {}
 
     def run(self) -> None:
         """Carry out orders until `exit`, until whoever started this is gone, or until none came for long."""
@@ -64,6 +67,8 @@ class OrderLoop:
                 self._build(order)
             elif isinstance(order, RunOrder):
                 self._run(order)
+            elif isinstance(order, AsideOrder):
+                self._set_aside()
             else:
                 self._release()
             self._reply(began, self._told(recompile_count() - compiled))
@@ -93,7 +98,13 @@ class OrderLoop:
         if self._built:
             raise BadInput(f"order {order.number} builds {order.plan!r} before the last plan was released", fix="release first")
         plan = read_plan(self._out.run_dir.plan_named(order.plan))
-        self._built = assemble(plan, self._place, self._out)
+        kept = self._aside.pop(order.plan, None)
+        if kept and kept.plan != plan:
+            raise BadInput(f"order {order.number} takes {order.plan!r} up again as another plan", fix="release first")
+        self._built, self._name = kept or assemble(plan, self._place, self._out), order.plan
+        if kept:
+            use_threads(plan, self._place.device)
+            return
         announce(self._built, order.plan, self._place, self._out)
 
     def _run(self, order: RunOrder) -> None:
@@ -128,10 +139,14 @@ class OrderLoop:
         if step % MEMORY_EVERY == 0:
             self._out.events.write(built.meter.read(step))
 
-    def _release(self) -> None:
+    def _set_aside(self) -> None:
         if self._built:
-            release(self._built)
-            self._built = None
+            self._aside[self._name], self._built = self._built, None
+
+    def _release(self) -> None:
+        self._set_aside()
+        while self._aside:
+            release(self._aside.popitem()[1])
             self._out.events.write(RunEnd(time_ns=now_ns(), cause="released"))
             self._out.events.flush()
 

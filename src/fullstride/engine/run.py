@@ -237,6 +237,17 @@ class Run:
         del self._applied, self._carrier, self._weights
 
 
+def use_threads(plan: Plan, device: torch.device) -> None:
+    """Give torch's operators the threads that a Plan asks for; they belong to the process, so a Plan taken up again asks anew.
+
+    Args:
+        plan: of which `threads` counts.
+        device: on a GPU nothing changes.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(plan.threads.compute or _default_threads)
+
+
 def positions_in_documents(documents: torch.Tensor) -> torch.Tensor:
     """Positions that start again at each document, by which transformers keeps documents apart.
 
@@ -272,8 +283,7 @@ def prepare(model: nn.Module, plan: Plan, *, device: str | torch.device | None =
     require(plan)
     place = pick_device(device)
     join(plan, place)
-    if place.type == "cpu":
-        torch.set_num_threads(plan.threads.compute or _default_threads)
+    use_threads(plan, place)
     applied = apply_plan(model, plan, place)
     applied.carrier.module.train()
     rank = dist.get_rank() if dist.is_initialized() else 0

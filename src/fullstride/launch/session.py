@@ -18,7 +18,7 @@ from fullstride.launch.job import Job
 from fullstride.launch.local import Process, start
 from fullstride.plan.plan import Plan
 from fullstride.plan.toml import write_plan
-from fullstride.rundir import BuildOrder, ExitOrder, Failure, ReleaseOrder, Reply, RunDir, RunOrder
+from fullstride.rundir import AsideOrder, BuildOrder, ExitOrder, Failure, ReleaseOrder, Reply, RunDir, RunOrder
 
 START_SECONDS = 300.0
 """For a worker to come up: interpreter, torch, process group."""
@@ -54,6 +54,7 @@ class WorkerSession:
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(root=str(run_dir))
         self.process: Process | None = None
         self.built = ""
+        self._aside: set[str] = set()
         self._plan = plan
         self._poll_seconds, self._command = poll_seconds, command
         self._number = self._answer_old_orders()
@@ -67,7 +68,9 @@ class WorkerSession:
         self.close()
 
     def build(self, name: str, plan: Plan, *, timeout_seconds: float = BUILD_SECONDS) -> Reply:
-        """Build a plan under a name, releasing what was built before; starts or restarts the worker as needed.
+        """Build a plan under a name, or take it up again if it was set aside; starts or restarts the worker as needed.
+
+        What is in hand is released before, and what is aside with it.
 
         Raises:
             EnvironmentFault: the RUN_DIR cannot be written.
@@ -87,6 +90,7 @@ class WorkerSession:
         limit = timeout_seconds + (START_SECONDS if fresh else 0.0)
         reply = self._order(BuildOrder(number=self._next(), plan=name), f"plan {name} to be built", limit)
         self.built = name if reply.ok else ""
+        self._aside.discard(name)
         return reply
 
     def run(self, steps: int, label: str, profile: bool = False, *, timeout_seconds: float | None = None) -> Reply:
@@ -100,16 +104,31 @@ class WorkerSession:
             self._step_seconds = reply.seconds / steps
         return reply
 
+    def set_aside(self) -> Reply:
+        """Set the plan that is built aside with all it holds, until it is built again under its name or released."""
+        name = self.built
+        reply = self._order(AsideOrder(number=self._next()), f"{name or 'nothing'} to be set aside", RELEASE_SECONDS)
+        if reply.ok and name:
+            self._aside.add(name)
+        self.built = ""
+        return reply
+
+    def holds(self, name: str) -> bool:
+        """Whether the plan of that name is aside in the worker that runs now."""
+        return name in self._aside
+
     def release(self) -> Reply:
-        """Let go of the plan that is built; the worker stays."""
+        """Let go of the plan that is built, and of what was set aside; the worker stays."""
         reply = self._order(ReleaseOrder(number=self._next()), f"{self.built or 'nothing'} to be released", RELEASE_SECONDS)
         self.built = ""
+        self._aside.clear()
         return reply
 
     def close(self) -> None:
         """End the worker, politely at first; may be called again, and a later build starts a new one."""
         process, number = self.process, self._next()
         self.process, self.built = None, ""
+        self._aside.clear()
         if process is None:
             return
         try:
@@ -144,7 +163,7 @@ class WorkerSession:
         self._kills = oom_kills()
         self.process = start(self._command(self.run_dir, plan))
 
-    def _order(self, order: BuildOrder | RunOrder | ReleaseOrder, what: str, limit: float) -> Reply:
+    def _order(self, order: BuildOrder | RunOrder | AsideOrder | ReleaseOrder, what: str, limit: float) -> Reply:
         """Give an order and wait for its answer; a worker that failed is ended."""
         began = time.monotonic()
         if self.process is None:
@@ -175,9 +194,10 @@ class WorkerSession:
                 return Reply(number=number, ok=False, seconds=seconds, failure=hang(what, limit, self.run_dir))
             time.sleep(self._poll_seconds)
 
-    def _drop(self, order: BuildOrder | RunOrder | ReleaseOrder, reply: Reply | None = None) -> None:
+    def _drop(self, order: BuildOrder | RunOrder | AsideOrder | ReleaseOrder, reply: Reply | None = None) -> None:
         """End the worker at once; its order is answered, so that the next worker does not take it up."""
         process, self.process, self.built = self.process, None, ""
+        self._aside.clear()
         if process is not None:
             process.close()
         if not self.run_dir.reply(order.number).exists():

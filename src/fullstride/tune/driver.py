@@ -1,6 +1,7 @@
 """Runs rounds through a worker session: what `bench`, `compare` and `tune` have in common.
 
-One plan is built at a time; plans alternate as the protocol asks. A failure of the worker is a value.
+Plans alternate as the protocol asks. On a GPU one is built at a time; on a CPU whose memory holds two, the one that waits
+is set aside, so that plans can take turns quickly on a machine that is restless. A failure of the worker is a value.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from fullstride.rundir import Failure, Reply, RunDir
 LEAD_IN = 1
 """Steps at the head of every timed order that are not counted: the pipeline of data and kernels fills again."""
 PROFILED_STEPS = 2
+_SHARE_FOR_TWO = 0.5
+"""Of the host's memory, for two plans side by side."""
 _FLUSH_SECONDS = 5.0
 """How long to wait for events after the reply that announces them."""
 _FORMAT = "%Y-%m-%dT%H:%M:%S%z"
@@ -54,8 +57,14 @@ class Session(Interface):
     def run(self, steps: int, label: str, profile: bool = False, *, timeout_seconds: float | None = None) -> Reply:
         """Take steps with it; the session has a time-out of its own where none is given."""
 
+    def set_aside(self) -> Reply:
+        """Set it aside with all it holds; building it again under its name takes it up."""
+
+    def holds(self, name: str) -> bool:
+        """Whether it is still aside: another worker may have been needed since."""
+
     def release(self) -> Reply:
-        """Free it."""
+        """Free it, and what is aside."""
 
 
 def _nothing_used() -> MemoryUse:
@@ -77,6 +86,8 @@ class Record:
     """Of the first build."""
     rebuild_seconds: float = 0.0
     """Of the newest build."""
+    since_build: int = 0
+    """Steps taken since the newest build."""
     first_seconds: float = 0.0
     """Build and warm-up of the first visit, all compilation included."""
     warmup_steps: int = 0
@@ -109,17 +120,17 @@ class Driver:
         self.session, self.run_dir, self.cluster, self.spec, self.clock = session, run_dir, cluster, spec, clock
         self._watch = watch
         self._built: Record | None = None
+        self._aside: Record | None = None
         # Event files grow over sessions in one RUN_DIR: labels of an earlier one must not come again.
         self._stamp, self._orders = f"{time.time_ns() // 1000:x}", 0
         self.limit_seconds: Callable[[int], float] | None = None
         """How long an order of so many steps may take; None leaves it to the session."""
-        self._since_build = 0
 
     def visit(self, record: Record, visit: Visit) -> Round | Failure:
         """One round of a plan; the record takes in what was seen."""
-        fresh, began = self._built is not record, self.clock()
-        failure = self._build(record) if fresh else None
-        if failure is None and (fresh or visit.warmup_steps == visit.max_warmup_steps):
+        began = self.clock()
+        failure = self._build(record) if self._built is not record else None
+        if failure is None and (not record.since_build or visit.warmup_steps == visit.max_warmup_steps):
             failure = self._warm_up(record, visit)
         if failure:
             return self._failed(failure)
@@ -183,20 +194,46 @@ class Driver:
         )
 
     def release(self) -> None:
-        """Let go of what is built."""
-        if self._built is not None:
-            self._built = None
+        """Let go of what is built, and of what is aside."""
+        if self._built is not None or self._aside is not None:
+            self._built = self._aside = None
             self.session.release()
 
-    def _build(self, record: Record) -> Failure | None:
+    def holds_two(self, one: Record, other: Record | None = None) -> bool:
+        """Whether two plans may stand side by side; by default a plan twice.
+
+        Never on a GPU: there memory is what is planned, and allocators remember.
+        """
+        needed = sum(r.memory.host_bytes * r.plan.layout.world_size for r in (one, other or one))
+        hosts = self.cluster.host.memory_bytes if self.cluster.device.kind == "cpu" else 0
+        return 0 < needed < _SHARE_FOR_TWO * hosts
+
+    def _make_room(self, record: Record) -> bool:
+        """Set aside what is built where both find room, else free everything; whether the record itself is aside.
+
+        A plan's first visit is its own, so that its memory is seen alone.
+        """
+        built, waits = self._built, self._aside is record
+        room = waits or self._aside is None
+        if built is None and room:
+            return waits
+        if built and room and record.known_seconds and self.holds_two(built, record) and self.session.set_aside().ok:
+            self._built, self._aside = None, built
+            return waits
         self.release()
+        return False
+
+    def _build(self, record: Record) -> Failure | None:
+        taken_up = self._make_room(record) and self.session.holds(record.name)
         record.started = record.started or datetime.datetime.now(datetime.UTC).strftime(_FORMAT)
         reply = self.session.build(record.name, record.plan)
         if reply.failure or not reply.ok:
             return _failure_of(reply)
-        self._built, self._since_build = record, 0
-        record.build_seconds = record.build_seconds or reply.seconds
-        record.rebuild_seconds = reply.seconds
+        self._built = record
+        if not taken_up:
+            record.since_build = 0
+            record.build_seconds = record.build_seconds or reply.seconds
+            record.rebuild_seconds = reply.seconds
         return None
 
     def _warm_up(self, record: Record, visit: Visit) -> Failure | None:
@@ -248,10 +285,12 @@ class Driver:
     def _take_in(self, record: Record, events: OrderEvents, reply: Reply) -> None:
         steps = next(iter(events.steps.values()))
         missing = CHECKED_STEPS - len(record.losses)
-        if missing > 0 and self._since_build == len(record.losses):
+        if missing > 0 and record.since_build == len(record.losses):
             record.losses += [step.loss for step in steps[:missing]]
             record.grad_norms += [step.grad_norm for step in steps[:missing]]
-        self._since_build += len(steps)
+        record.since_build += len(steps)
+        if self._aside is not None:
+            return  # a resident set of two plans says nothing of one
         old = record.memory
         record.memory = MemoryUse(
             peak_allocated_bytes=max(old.peak_allocated_bytes, reply.peak_allocated_bytes),
@@ -262,7 +301,7 @@ class Driver:
         )
 
     def _failed(self, failure: Failure) -> Failure:
-        self._built = None
+        self._built = self._aside = None
         return failure
 
     def _limit(self, steps: int) -> float | None:

@@ -12,6 +12,7 @@ figure got worse, and the numbers stayed those of the baseline.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
@@ -216,7 +217,12 @@ class _Loop:
         return self.driver.visit(self.base, _FIRST)
 
     def _set_pace(self, step_seconds: float, build_seconds: float) -> None:
-        self.pace = Pace(budget_seconds=self.ladder.budget_seconds, step_seconds=step_seconds, build_seconds=build_seconds)
+        self.pace = Pace(
+            budget_seconds=self.ladder.budget_seconds,
+            step_seconds=step_seconds,
+            build_seconds=build_seconds,
+            side_by_side=self.driver.holds_two(self.base),
+        )
         self.driver.limit_seconds = self.pace.limit_seconds
 
     def _step_down(self, failure: Failure) -> bool:
@@ -245,20 +251,29 @@ class _Loop:
         """A/A rounds that go on from `earlier` ones, and the baseline's measurement by all of them; says what went wrong."""
         state, why = Noise(settings=self.pace.noise_settings(), label=self.base.name, deadline=deadline, rounds=earlier), ""
         self.base.rounds = list(earlier)
+        twin = self._twin()
         while not why and isinstance(action := state.next(self.clock()), Visit):
             began = self.clock()
             if state.wants_a_new_build:
                 self.driver.release()
-            done = self.driver.visit(self.base, action)
+            done = self.driver.visit(twin if action.index % 2 else self.base, action)
             if isinstance(done, Failure):
                 why = done.message
             else:
+                if action.index % 2 and twin is not self.base:
+                    self.base.rounds.append(done)
                 state = state.after(done, self.clock() - began)
         if not why and isinstance(action, Stop) and action.verdict == "void":
             why = action.reason
         if not why:
             self._write_baseline(state)
         return why
+
+    def _twin(self) -> Record:
+        """What takes turns with the baseline in the A/A run: a second build of it where two plans do so side by side."""
+        if not self.pace.side_by_side:
+            return self.base
+        return dataclasses.replace(self.base, name=f"{self.base.name}-again", rounds=[], losses=[], grad_norms=[], reserved={})
 
     def _write_baseline(self, state: Noise) -> None:
         failure = None if self.base.profiled else self.driver.profile(self.base)

@@ -19,8 +19,11 @@ MOST_EVER = 24
 _NOISE_SHARE = 1 / 5
 _NOISE_ROUNDS = 16
 """The share of the A/A run holds about as many, where a trial's rounds are not shorter anyway."""
-_WARM = 2
-"""Steps of a visit that are not timed, for planning: one to warm up, one at the head of the order."""
+_MANY = 8
+"""Alternations that a trial's share is cut into where plans take turns without being built: the noise of a restless machine
+comes and goes in seconds, and neighbours in time share it."""
+_WARM, _LEAD_IN = 2, 1
+"""Steps of a visit that are not timed, for planning: one to warm up what was built, one at the head of the order."""
 _FEWEST, _MOST = 2, 200
 _MARGIN = 1.15
 _COMPILE_SECONDS = 45.0
@@ -36,6 +39,8 @@ class Pace(Value, frozen=True, kw_only=True):
     step_seconds: float
     build_seconds: float
     """When it was built before."""
+    side_by_side: bool = False
+    """Two plans stand beside each other and take turns without being built again."""
     compile_seconds: float = _COMPILE_SECONDS
     """More than that, for the first build of a compiled plan."""
 
@@ -50,14 +55,19 @@ class Pace(Value, frozen=True, kw_only=True):
 
         A round that is short beside its build costs nearly what a longer one costs, and says less.
         """
-        free = self.trial_seconds / (2 * ALTERNATIONS) - self.build_seconds - _WARM * self.step_seconds
-        wanted = max(free, self.build_seconds / 2) / self.step_seconds
+        rounds = 2 * (_MANY if self.side_by_side else ALTERNATIONS)
+        free = self.trial_seconds / rounds - self._before_seconds
+        wanted = free / self.step_seconds if self.side_by_side else max(free, self.build_seconds / 2) / self.step_seconds
         return int(min(_MOST, max(_FEWEST, wanted)))
 
     @property
     def visit_seconds(self) -> float:
         """What one round takes with its build and warm-up."""
-        return self.build_seconds + (_WARM + self.round_steps) * self.step_seconds
+        return self._before_seconds + self.round_steps * self.step_seconds
+
+    @property
+    def _before_seconds(self) -> float:
+        return _LEAD_IN * self.step_seconds if self.side_by_side else self.build_seconds + _WARM * self.step_seconds
 
     @property
     def max_alternations(self) -> int:
@@ -96,7 +106,8 @@ class Pace(Value, frozen=True, kw_only=True):
 
     def screen_seconds(self, *, compiled: bool) -> float:
         """The least that a trial takes."""
-        return 3 * self.visit_seconds + (self.compile_seconds if compiled else 0.0)
+        first = 2 * self.build_seconds if self.side_by_side else 0.0
+        return first + 3 * self.visit_seconds + (self.compile_seconds if compiled else 0.0)
 
     def limit_seconds(self, steps: int) -> float:
         """An order of so many steps that takes longer hangs."""
