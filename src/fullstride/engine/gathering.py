@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,18 @@ class Gathering:
             if made is not None and flat is not None:
                 fill(made, held.piece, flat)
         return made
+
+    def all(self, local: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter that some rank has an entry for, whole, on all ranks; to be run to its end by all of them."""
+        there = [set(local)]
+        if not self._alone:
+            there = [set()] * dist.get_world_size(self._group)
+            dist.all_gather_object(there, set(local), group=self._group)
+        for name in self.names:
+            if any(name in names for names in there):
+                whole = self.whole(name, local.get(name), dtype)
+                assert whole is not None
+                yield name, whole
 
     def _pass_on(self, held: Held, mine: torch.Tensor | None, kind: torch.dtype, on_all: bool) -> torch.Tensor | None:
         """One piece's elements from its holder to whoever is to have them."""

@@ -26,9 +26,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullstride.engine.anatomy import find, logits_of, units
+from fullstride.engine.gathering import Gathering
 from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
 from fullstride.engine.loss import IGNORED
 from fullstride.engine.parity_cases import Case, draw_cases, model_of
@@ -131,12 +131,11 @@ def planned(case: Case) -> Record:
     run, found = prepare(model_of(case), case.plan, device="cpu"), Record()
     update, weights = run._update, run._weights
 
+    gathering, dtype = Gathering(run.pieces(), run.device), TORCH_DTYPE[case.plan.precision.master]
+
     def spy() -> tuple[torch.Tensor, float]:
-        for index, name in enumerate(weights.names):
-            grad = weights.params[index].grad
-            grad = grad if isinstance(grad, DTensor) else weights.gradient(index)
-            if grad is not None:
-                found[f"gradient/{run.step_index}/{name}"] = whole(grad)
+        grads = {name: grad for i, name in enumerate(weights.names) if (grad := weights.gradient(i)) is not None}
+        found.update({f"gradient/{run.step_index}/{n}": g for n, g in gathering.all(grads, dtype)})
         return update()
 
     run._update = spy  # type: ignore[method-assign]
@@ -144,9 +143,9 @@ def planned(case: Case) -> Record:
         out = run.step({name: tensor[share(case, run.data_rank)] for name, tensor in batch.items()})
         found[f"loss/{step}"] = torch.tensor(out.loss, dtype=torch.float64)
         found[f"norm/{step}"] = torch.tensor(out.grad_norm, dtype=torch.float64)
-    for key, tensor in run.state().items():
-        if key.startswith("weights/"):
-            found[key.replace("weights/", "weight/")] = whole(tensor)
+    state = run.state()
+    masters = {key.removeprefix("weights/"): value for key, value in state.items() if key.startswith("weights/")}
+    found.update({f"weight/{n}": w for n, w in gathering.all(masters, dtype)})
     run.close()
     return found
 
@@ -155,13 +154,6 @@ def share(case: Case, data_rank: int) -> slice:
     """The samples of a step that a data-parallel rank takes."""
     count = case.plan.batch.micro_batch * case.plan.batch.accumulation
     return slice(data_rank * count, (data_rank + 1) * count)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the full tensor, gathered from all ranks where it is sharded."""
-    with torch.no_grad():
-        full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
 
 
 def differences(case: Case, wanted: Record, found: Record) -> tuple[str, ...]:
