@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from tests.plan.plan_values import cpus, gpus, llama, plan_of
 
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
-from fullstride.plan.facts import num_parameters
-from fullstride.plan.ledger.table import FRAGMENTATION, ledger, moments_of, peak_of
+from fullstride.plan.facts import made_again, num_parameters
+from fullstride.plan.ledger.reserved import FRAGMENTATION
+from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.plan import Batch, Compile, Loss, Optimizer, Recompute, Shard, Workload
 
 SPEC, GPUS = llama(), gpus()
@@ -89,6 +90,46 @@ def test_recompute_keeps_inputs_and_makes_one_block_again():
     assert none > some > full
     assert rows_of(modes[0], "recompute") == 0
     assert rows_of(modes[2], "recompute") > rows_of(modes[1], "recompute") > 0
+
+
+def test_a_share_of_products_is_made_again_evenly():
+    assert [made_again(index, 0.5) for index in range(7)] == [False, True] * 3 + [False]
+    assert [made_again(index, 1 / 3) for index in range(6)] == [False, False, True] * 2
+    assert not any(made_again(index, 0.0) for index in range(9))
+    assert all(made_again(index, 1.0) for index in range(9))
+    tokens, width = 2 * 64, 2
+    some = Recompute(mode="norm_activation", products=0.5)
+    rows = {r.name: r.bytes for r in ledger(plan_for(recompute=some), SPEC, GPUS)}
+    # of qkv, out, gate and up, down: the second and the fourth are made again
+    assert rows["attn.qkv"] == 4 * tokens * 128 * width
+    assert rows["mlp.gate_up"] == 4 * tokens * 256 * width
+    assert "attn.out" not in rows
+    assert "mlp.down" not in rows
+
+
+def test_a_compiled_block_does_not_keep_what_closes_it():
+    mode = Recompute(mode="norm_activation")
+    eager, compiled = (rows_of(plan_for(recompute=mode, compile=Compile(mode=m)), "activations") for m in ("off", "block"))
+    ends = 2 * 64 * 64 * 4  # the final norm's fp32 copy, which compilation drops too
+    assert eager - compiled - ends == 4 * 2 * 64 * 64 * 2
+
+
+def test_the_allocator_holds_blocks_that_do_not_fit_and_pools_of_other_streams():
+    tokens = 2 * 64
+
+    def beyond(plan):
+        return {r.name: r.bytes for r in ledger(plan, SPEC, GPUS) if r.kind == "fragmentation"}
+
+    one = beyond(plan_for())
+    assert one["block of narrow logits"] == tokens * 101 * 2
+    assert set(one) == {"block of narrow logits", "fragmentation"}
+    assert set(beyond(plan_for(precision=FP32))) == set(beyond(plan_for(loss=Loss(kind="chunked")))) == {"fragmentation"}
+    many = replace(plan_for(3, 2, loss=Loss(kind="chunked")), workload=Workload(sequence_length=1024, samples_per_step=4))
+    rows, found = ledger(many, SPEC, GPUS), beyond(many)
+    assert peak_of(moments_of(rows, inside=True)).name != "backward_end"
+    assert found["pool of gradient shards"] == 4 * P / 2  # the peak has none of them
+    block = (P - 2 * 101 * 64 - 64) // 4
+    assert found["pool of all-gathers"] >= 2 * 2 * block - 2 * block
 
 
 def test_logits_whole_and_by_chunks():

@@ -181,13 +181,29 @@ def fixed_bytes(sublayer: Sublayer, plan: Plan) -> float:
     )
 
 
-def product_bytes(sublayer: Sublayer, plan: Plan) -> float:
-    """Bytes of the outputs of its matrix products and its attention: what selective recompute keeps."""
+def product_bytes(sublayer: Sublayer, plan: Plan, before: int = 0) -> float:
+    """Bytes of the outputs of its matrix products and its attention: what selective recompute keeps.
+
+    Args:
+        sublayer: a step of a block.
+        plan: says how large a micro-batch is, and what share of products is made again.
+        before: products of the block before it.
+    """
     tokens, size = micro_tokens(plan), compute_bytes(plan)
-    outputs = sum(m.n * m.rows_per_token for m in sublayer.matmuls) * size
+    again = plan.recompute.products
+    kept = [m for index, m in enumerate(sublayer.matmuls, before) if not made_again(index, again)]
+    outputs = sum(m.n * m.rows_per_token for m in kept) * size
     if (core := sublayer.attention) is not None:
         outputs += core.num_heads * (core.value_dim * size + 4)  # and the softmax's log-sum-exp, fp32
     return outputs * tokens
+
+
+def made_again(index: int, share: float) -> bool:
+    """Whether the product with this number in its block is one of the evenly spread share that is made again.
+
+    With a half it is every second one, the first being kept (torchtitan's per-operator choice).
+    """
+    return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
 
 
 @dataclass(frozen=True)

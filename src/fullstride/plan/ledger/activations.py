@@ -40,20 +40,21 @@ def _shape(local: Local) -> tuple[object, ...]:
     p, again, pipe = plan.precision, plan.recompute, plan.pipeline
     size = (plan.batch.micro_batch, plan.workload.sequence_length, plan.layout, plan.shard.carrier, plan.kernels.attention)
     many = (pipe, plan.batch.accumulation if plan.layout.pp > 1 else 1, plan.adapter, p.fp8)
-    return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every, again.blocks, *many)
+    return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every, again.blocks, again.products, *many)
 
 
 def _activations(local: Local) -> tuple[Row, ...]:
     plan, sizes = local.plan, dict[str, float]()
     for part in local.parts:
         again = num_again(local, part)
-        for sublayer in part.sublayers:
+        products = local.kept_products(part) if again and plan.recompute.mode == "norm_activation" else []
+        for index, sublayer in enumerate(part.sublayers):
             if sublayer.kind == "loss":  # see `logits`
                 continue
             whole = local.kept(sublayer)
             size = (part.count - again) * whole
-            if again and plan.recompute.mode == "norm_activation":
-                size += again * local.products(sublayer)
+            if products:
+                size += again * products[index]
             if again and plan.recompute.mode == "attention":
                 size += again * (whole - local.core(sublayer))
             name = sublayer.name if part.group == "blocks" else f"{part.group}: {sublayer.name}"
@@ -96,7 +97,7 @@ def _made_again(local: Local, part: Part) -> float:
     if mode == "attention":
         return sum(local.core(s) for s in part.sublayers)
     whole = sum(local.kept(s) for s in part.sublayers)
-    kept = sum(local.products(s) for s in part.sublayers) if mode == "norm_activation" else 0.0
+    kept = sum(local.kept_products(part)) if mode == "norm_activation" else 0.0
     return max(0.0, whole - kept)
 
 

@@ -174,12 +174,26 @@ class Local:
             return 0.0
         return len(sublayer.matmuls) * self.plan.adapter.rank * self.micro_tokens * compute_bytes(self.plan)
 
-    def products(self, sublayer: Sublayer) -> float:
-        """Bytes of the outputs of matrix products and attention."""
+    def kept_products(self, part: Part) -> list[float]:
+        """Bytes of the outputs of matrix products and attention that `norm_activation` keeps, sublayer by sublayer.
+
+        Compiled blocks do not keep what closes a block: backward does not need it.
+        """
+        before, found = 0, []
+        for sublayer in part.sublayers:
+            found.append(self.products(sublayer, before))
+            before += len(sublayer.matmuls)
+        last = max((index for index, s in enumerate(part.sublayers) if s.matmuls), default=0)
+        if self.plan.compile.mode == "block" and found:
+            found[last] = 0.0
+        return found
+
+    def products(self, sublayer: Sublayer, before: int = 0) -> float:
+        """Bytes of the outputs of matrix products and attention; `before` products precede it in its block."""
         layout = self.plan.layout
         if not self.is_cut and not self.plan.pipeline.micro_batch_per_stage:
-            return product_bytes(sublayer, self.plan)
-        whole = product_bytes(sublayer, self.plan) * self.micro_tokens / micro_tokens(self.plan)
+            return product_bytes(sublayer, self.plan, before)
+        whole = product_bytes(sublayer, self.plan, before) * self.micro_tokens / micro_tokens(self.plan)
         row = sublayer.kind == "linear" and last_name(sublayer) in ("out", "down")
         return whole if row and not layout.sequence_parallel else whole / layout.tp
 

@@ -24,11 +24,13 @@ def logits(local: Local, cluster: Cluster) -> tuple[Row, ...]:
         return _megatron(local, vocabulary)
     head, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
     copy = wide if head != wide else 0
-    count = local.micro_tokens * vocabulary
+    count, copies = local.micro_tokens * vocabulary, 3
     source = f"tokens x vocabulary x ({head} + {copy} + {wide}) B"
     forward = row("logits, widened, log-softmax", "logits", count * (head + copy + wide), source, AHEAD)
-    source = f"tokens x vocabulary x 3 x {wide} B"
-    return (forward, row("log-softmax and two gradients", "logits", count * 3 * wide, source, ("loss",)))
+    if plan.layout.tp > 1:  # torch/distributed/tensor/parallel/loss.py does backward operator by operator
+        copies = 4
+    source = f"tokens x vocabulary x {copies} x {wide} B"
+    return (forward, row("log-softmax and gradients", "logits", count * copies * wide, source, ("loss",)))
 
 
 def _chunked(local: Local, vocabulary: int) -> tuple[Row, ...]:

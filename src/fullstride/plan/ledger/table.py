@@ -9,7 +9,8 @@ from fullstride.plan.facts import once
 from fullstride.plan.ledger import activations, carriers, deepspeed, megatron, states, tiers
 from fullstride.plan.ledger.local import Local, local_of
 from fullstride.plan.ledger.logits import logits
-from fullstride.plan.ledger.row import ALL, RowMaker, row
+from fullstride.plan.ledger.reserved import reserved
+from fullstride.plan.ledger.row import ALL, RowMaker
 from fullstride.plan.plan import Plan
 from fullstride.plan.stages import stages_of
 
@@ -59,8 +60,6 @@ ELSEWHERE = ("host", "disk")
 """Kinds that are not device memory."""
 OUTSIDE = ("context", "fragmentation", *ELSEWHERE)
 """Kinds that torch's allocator does not report as allocated."""
-FRAGMENTATION = 0.03
-"""Share of the allocated peak that the allocator holds in pieces of the wrong size; modelled."""
 IN_STEP: tuple[MomentName, ...] = ("forward_end", "loss", "backward", "backward_end")
 """Moments of the first step before the optimizer has made its states."""
 
@@ -68,7 +67,7 @@ IN_STEP: tuple[MomentName, ...] = ("forward_end", "loss", "backward", "backward_
 def ledger(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Row, ...]:
     """Every row of the fullest data-parallel rank of each pipeline rank (`Row.stage`).
 
-    The last row of each is fragmentation, a share of the peak of the others.
+    The last rows of each are what the allocator holds beyond the peak of the others.
     """
     found: list[Row] = []
     for rank in range(plan.layout.pp):
@@ -105,8 +104,7 @@ def _rows(local: Local, cluster: Cluster) -> list[Row]:
     makers = BY_CARRIER.get(local.plan.shard.carrier, MAKERS)
     rows = _first_step([item for make in makers for item in make(local, cluster)])
     peak = peak_of(moments_of(tuple(rows), inside=True))
-    source = f"{FRAGMENTATION:.0%} of the allocated peak"
-    rows.append(row("fragmentation", "fragmentation", FRAGMENTATION * peak.bytes, source, ALL))
+    rows += reserved(local, rows, peak.bytes, peak.name)
     return [_on_stage(item, local.rank) for item in rows] if local.rank else rows
 
 

@@ -1,9 +1,10 @@
 """What the rows come to: allocated, reserved and device bytes, host and disk, and the chance that the device is too small.
 
 The error model is this project's own. Allocated peaks of 15 plans were within 2 % of what CUDA's allocator reported, compiled
-and eager, so a normal spread of 1 % is taken for them. What the allocator reserves beyond them was 0 to 5.5 % (median 2.9 %,
-spread 1.9 %) in nine of the eleven tuned runs under `benchmarks/results`, and 20 % in two that had room to spare, where it
-costs nothing. Context and communication buffers are assumed figures; a quarter of them is taken as their spread.
+and eager, so a normal spread of 1 % is taken for them. What the allocator reserved was within 1.1 % of the sum of rows in ten
+of the eleven tuned runs under `benchmarks/results`, and 5.8 % less in one that found another place for its logits: a spread of
+2 %.
+Context and communication buffers are assumed figures; a quarter of them is taken as their spread.
 """
 
 from __future__ import annotations

@@ -32,17 +32,24 @@ class Convention:
     rms: bool = False
     rotary: bool = False
     compiled: bool = False
+    separate: bool = False
+    """Queries, keys, values, gate and up are products of their own."""
     gradient_bytes: Literal[2, 4] = 4
     """Of main gradients and their reduction."""
     overlap_gradients: bool = True
     overlap_tensor: bool = False
     sequence_parallel: bool = True
     graphs_from: str = ""
-    """From this release on, mixtures of experts run as CUDA graphs, their exchange overlapped, nothing made again;
-    before it, norms and activations are made again. Empty: no such change."""
+    """From this release on, mixtures of experts run as CUDA graphs on Blackwell, their exchange overlapped, nothing made again;
+    before it and on older GPUs, norms and activations are made again. Empty: no such change."""
     times: bool = True
     """False: the source itself says that its times mean nothing."""
     memory: bool = True
+    reserved: bool = False
+    """Memory is what torch's allocator reserved, not what stood allocated."""
+    root_kept: bool = False
+    """FSDP2 wraps blocks and the whole: embedding, head and the last block stay gathered; under a pipeline everything does, and
+    whole gradients are summed up to the last micro-batch."""
 
 
 CONVENTIONS: tuple[Convention, ...] = (
@@ -60,8 +67,12 @@ CONVENTIONS: tuple[Convention, ...] = (
         rms=True,
         rotary=True,
         compiled=True,
-        stated="FSDP2, bf16 weights, fp32 reduction and masters, blocks compiled, SDPA; `selective` makes all but attention "
-        "and every second product again (the source's own pages and train_configs)",
+        separate=True,
+        reserved=True,
+        root_kept=True,
+        stated="FSDP2, bf16 weights, fp32 reduction and masters, blocks compiled, SDPA, logits whole; `selective` makes all "
+        "but attention and every second product again; memory is the most that any rank's allocator reserved (the source's "
+        "own pages, train_configs and metrics.py)",
     ),
     Convention(
         pattern="llm-foundry",
@@ -119,7 +130,7 @@ CONVENTIONS: tuple[Convention, ...] = (
         graphs_from="26.06",
         stated="Megatron-Core with Transformer Engine: distributed optimizer overlapped, bf16 gradients, sequence "
         "parallelism and overlap of tp, no recompute in dense models, balanced experts (scripts/performance recipes); "
-        "mixtures: norms and activations made again before container 26.06, CUDA graphs and overlapped exchange from it on",
+        "mixtures: norms and activations made again; on Blackwell from container 26.06 on CUDA graphs and overlapped exchange",
     ),
     Convention(
         pattern="NVIDIA/NeMo",

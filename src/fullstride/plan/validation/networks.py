@@ -41,6 +41,8 @@ class Network:
     dense_layers: int = 0
     """Blocks before the first mixture."""
     latent: bool = False
+    separate: bool = False
+    """Queries, keys, values, gate and up are products of their own, not fused ones."""
     window: int = 0
     """Every other block looks back so far; 0 for none."""
     expert_passes: float = 0.0
@@ -136,8 +138,7 @@ def _block(tape: Tape, network: Network, shape: Shape, sparse: bool, window: int
     tape.at("norm1", "norm")
     normed = parts.norm(tape, x, "norm1", hidden, shape.norm)
     tape.at("attn.qkv", "linear")
-    qkv = tape.linear(normed, "attn.qkv", q_size + 2 * kv_size, hidden, bias=network.bias)
-    q, k, v = tape.view(qkv, q_size), tape.view(qkv, kv_size), tape.view(qkv, kv_size)
+    q, k, v = _products(tape, normed, network, "attn.qkv", (q_size, kv_size, kv_size))
     if network.qk_norm:
         tape.at("attn.qk_norm", "norm")
         q, k = (parts.norm(tape, t, f"attn.{n}_norm", shape.head_dim, shape.norm) for t, n in ((q, "q"), (k, "k")))
@@ -161,20 +162,27 @@ def _block(tape: Tape, network: Network, shape: Shape, sparse: bool, window: int
     tape.add(x, out)
 
 
+def _products(tape: Tape, x: Tensor, network: Network, path: str, sizes: tuple[int, ...]) -> list[Tensor]:
+    """Products of one input: one whose result is cut, or each by itself."""
+    if network.separate:
+        return [tape.linear(x, f"{path}.{index}", size, network.hidden, bias=network.bias) for index, size in enumerate(sizes)]
+    whole = tape.linear(x, path, sum(sizes), network.hidden, bias=network.bias)
+    return [tape.view(whole, size) for size in sizes] if len(sizes) > 1 else [whole]
+
+
 def _feed_forward(tape: Tape, x: Tensor, network: Network, shape: Shape, sparse: bool) -> Tensor:
     if sparse and network.gated:
         return moe.experts(tape, x, shape)
     if sparse:
         return _plain_experts(tape, x, shape, network.bias)
-    ffn, wide = shape.ffn, (2 if network.gated else 1) * shape.ffn
-    name = "gate_up" if network.gated else "up"
+    ffn, name = shape.ffn, "gate_up" if network.gated else "up"
     tape.at(f"mlp.{name}", "linear")
-    both = tape.linear(x, f"mlp.{name}", wide, shape.hidden, bias=network.bias)
+    made = _products(tape, x, network, f"mlp.{name}", (ffn, ffn) if network.gated else (ffn,))
     tape.at("mlp.activation", "activation")
     if network.gated:
-        product = tape.mul(parts.activation(tape, tape.view(both, ffn), "silu"), tape.view(both, ffn))
+        product = tape.mul(parts.activation(tape, made[0], "silu"), made[1])
     else:
-        product = parts.activation(tape, both, "gelu")
+        product = parts.activation(tape, made[0], "gelu")
     tape.at("mlp.down", "linear")
     return tape.linear(product, "mlp.down", shape.hidden, ffn, bias=network.bias)
 

@@ -57,8 +57,15 @@ def predict(case: Case) -> Prediction:
         rows=rows,
         seconds=sum(term.exposed_seconds for term in found) if case.seconds else None,
         static_bytes=sum(row.bytes for row in inside if BETWEEN in row.moments) if rows and case.static_bytes else None,
-        peak_bytes=peak_of(moments_of(rows, inside=not case.whole_device)).bytes if rows and case.peak_bytes else None,
+        peak_bytes=_peak(case, rows) if rows and case.peak_bytes else None,
     )
+
+
+def _peak(case: Case, rows: tuple[Row, ...]) -> float:
+    """The fullest rank's peak of the kind that the case published: allocated, reserved, or all that the device holds."""
+    if case.reserved:
+        rows = tuple(row for row in rows if row.kind != "context")
+    return peak_of(moments_of(rows, inside=not (case.whole_device or case.reserved))).bytes
 
 
 def predict_file(found: Sequence[Case | Skip]) -> list[Prediction]:

@@ -49,6 +49,8 @@ own configurations)."""
 CLAMPED_PASSES = 28.0
 """GPT-OSS clamps both halves of its gated activation and shifts one; written out in fp32: seven operators, each reading and
 writing two compute elements' worth. Fused from the release on that `Convention.graphs_from` names."""
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+"""GPUs whose recipes run mixtures as graphs (`Convention.graphs_from`)."""
 NEEDED = ("source", "layers", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch")
 """Columns that a file must have."""
 
@@ -73,6 +75,8 @@ class Case:
     """Memory is that of the last rank, not of the fullest."""
     whole_device: bool = False
     """Memory is what the driver showed (nvidia-smi), context included, not what torch's allocator held."""
+    reserved: bool = False
+    """Memory is what torch's allocator reserved, not what stood allocated."""
     row: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -171,6 +175,7 @@ def _case(path: Path, line: int, row: dict[str, str], coefficients: Any) -> Case
         peak_bytes=peak * GIB if peak else None,
         last_rank="LAST rank" in note,
         whole_device="nvidia-smi" in note,
+        reserved=convention.reserved,
         row=row,
     )
 
@@ -234,6 +239,7 @@ def network_of(row: dict[str, str], convention: Convention) -> Network:
         tied=(convention.tied or gpt) and given.get("untie-embeddings-and-output-weights") != "True",
         rms=convention.rms and not gpt,
         qk_norm="qwen3" in model,
+        separate=convention.separate,
         window=128 if "gpt oss" in model or "gpt-oss" in model else 0,
         expert_passes=CLAMPED_PASSES if ("gpt oss" in model and _modern(note, convention) is False) else 0.0,
         latent="MLA" in note or "deepseek" in model or "kimi" in model or given.get("multi-latent-attention") == "True",
@@ -306,7 +312,10 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
     schedule: Any = "none" if pp == 1 else "interleaved" if chunks > 1 else "1f1b"
     mixture = any(m.groups > 1 for stack in spec.stacks for s in stack.sublayers for m in s.matmuls)
     modern = _modern(note, convention)
+    if modern and not kind_of_gpu(row["gpu"]).startswith(BLACKWELL):
+        modern = False
     sharded = dp > 1 and (stage > 0 or carrier == "fsdp2")
+    shared = dp > 1 or (cp > 1 and carrier == "fsdp2")
     parallel = convention.sequence_parallel or given.get("sequence-parallel") == "True" or "with SP" in note
     if convention.framework == "megatron-ci":
         parallel = given.get("sequence-parallel") == "True"
@@ -322,7 +331,7 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
             ep=ep,
             sequence_parallel=parallel,
         ),
-        shard=Shard(carrier=carrier, stage=stage if dp > 1 else 0),
+        shard=_shard(carrier, stage if shared else 0, pp, convention, spec),
         pipeline=Pipeline(schedule=schedule, chunks=chunks if pp > 1 else 1),
         batch=Batch(micro_batch=micro, accumulation=accumulation),
         recompute=_recompute(row.get("recompute", ""), note, convention, mixture and modern is False),
@@ -338,6 +347,15 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
             experts="EP overlap on" in note or bool(mixture and modern),
         ),
     )
+
+
+def _shard(carrier: Any, stage: Any, pp: int, convention: Convention, spec: ModelSpec) -> Shard:
+    """ZeRO as the source wraps it."""
+    if not convention.root_kept or stage != 3:
+        return Shard(carrier=carrier, stage=stage)
+    last = spec.stacks[-1]
+    kept = {"embedding": False, "head": False, f"{last.path}.{last.first + last.count - 1}": False}
+    return Shard(carrier=carrier, stage=1) if pp > 1 else Shard(carrier=carrier, stage=3, reshard=kept)
 
 
 def _overlaps(given: dict[str, str], convention: Convention) -> bool:
