@@ -128,7 +128,7 @@ def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
     """
     get = model.get_submodule
     made: list[Unit] = []
-    if not anatomy.tied:
+    if anatomy.embedding and not anatomy.tied:
         made.append(_unit("embedding", "embedding", (anatomy.embedding,), model))
     made += [_unit("block", path, (path,), model) for path in anatomy.blocks]
     if not anatomy.tied and anatomy.head:
@@ -166,25 +166,29 @@ def head_is_last(model: nn.Module, anatomy: Anatomy) -> bool | None:
     """
     if not anatomy.head:
         return None
-    twin = _meta_twin(model)
+    twin = meta_twin(model)
     seen: list[torch.Tensor] = []
     twin.get_submodule(anatomy.head).register_forward_hook(lambda _m, _i, out: seen.append(out))
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    extra = {}
-    if hasattr(model, "get_input_embeddings"):  # a ready mask, so that no value has to be looked at
-        extra = {
-            "attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.bool, device="meta"),
-            "position_ids": tokens,
-        }
+    args, kwargs = meta_inputs(model)
     try:
         with torch.no_grad():
-            logits = logits_of(twin(input_ids=tokens, **extra) if extra else twin(tokens))
+            logits = logits_of(twin(*args, **kwargs))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, BadInput):
         return None
     return len(seen) == 1 and logits is seen[0]
 
 
-def _meta_twin(model: nn.Module) -> nn.Module:
+def meta_inputs(model: nn.Module) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Two tokens on the meta device, as the model takes them."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    if not hasattr(model, "get_input_embeddings"):
+        return (tokens,), {}
+    # A ready mask, so that no value has to be looked at.
+    mask = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device="meta")
+    return (), {"input_ids": tokens, "attention_mask": mask, "position_ids": tokens}
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
     """A copy without memory: parameters and buffers on meta, whatever the original's are on."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -77,9 +77,20 @@ class Mesh:
         """The ranks that differ from this one on `axes` alone, itself included, the first axis slowest."""
         return next(members for members in self._cut(axes) if self.rank in members)
 
+    def sets(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """All ranks, in the sets that differ on `axes` alone, each as in `ranks`."""
+        return self._cut(axes)
+
     def group(self, *axes: Axis) -> dist.ProcessGroup | None:
         """The group of `ranks(*axes)`; None where that is this rank alone."""
-        cut = self._cut(axes)
+        return self._group_of(self._cut(axes))
+
+    def part(self, axis: Axis, size: int) -> dist.ProcessGroup | None:
+        """The group of `size` neighbours on an axis, of the runs into which it is cut; None for a size of 1."""
+        return self._group_of(tuple(row[at : at + size] for row in self._cut((axis,)) for at in range(0, len(row), size)))
+
+    def _group_of(self, cut: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """This rank's group of all ranks in sets."""
         if len(cut[0]) == 1:
             return None
         if len(cut) == 1 and cut[0] == tuple(range(self.layout.world_size)):
