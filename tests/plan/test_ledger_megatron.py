@@ -228,3 +228,10 @@ def test_deepspeed_shares_out_by_stage(stage, ranks):
     assert (rows_of(plan, spec, "gathered") > 0) == (stage == 3)
     before = rows_of(plan, spec, "temporary", moment="load")
     assert before == 4 * spec.num_parameters if stage < 3 else before < 4 * spec.num_parameters
+
+
+def test_deepspeed_keeps_narrow_gradients_beside_those_it_sums():
+    spec = llama()
+    plan = plan_for(1, Layout(dp_shard=4), shard=Shard(carrier="deepspeed", stage=1))  # fp32 sums of bf16 gradients
+    assert rows_of(plan, spec, "gradients", moment="backward_end") == (4 + 2) * spec.num_parameters
+    assert rows_of(plan, spec, "gradients", moment="checkpoint") == 2 * spec.num_parameters

@@ -19,6 +19,7 @@ from fullstride.plan.validation.rows import Case, Skip, arguments_of, read_rows
 ROW = {
     "source": "mosaicml/llm-foundry README",
     "model": "MPT-x",
+    "params_b": "",
     "layers": "24",
     "hidden": "2048",
     "ffn_hidden": "8192",
@@ -72,6 +73,28 @@ def read(tmp_path, *rows, name="runs.csv", **more):
 def one(tmp_path, base=None, **changes):
     (item,) = read(tmp_path, {**(base or ROW), **changes})
     return item
+
+
+@pytest.mark.parametrize(("stated", "taken"), [("", True), ("1.3", True), ("0.12", False), ("13", False), ("large", True)])
+def test_layers_that_do_not_make_the_stated_parameters_are_left_out(tmp_path, stated, taken):
+    found = one(tmp_path, params_b=stated)  # 24 x 12 x 2048^2 is 1.2 billion
+    assert isinstance(found, Case) is taken
+    assert taken or (found.reason == "the source's own numbers do not agree" and not found.eligible)
+
+
+def test_torchtitan_publishes_what_its_allocator_reserved(tmp_path):
+    row = {"source": "pytorch/torchtitan", "vocab": "128256", "recompute": "selective", "memory_gib": "60"}
+    case = one(tmp_path, **row, gpu="H100")
+    assert case.reserved
+    assert case.plan.recompute.products == 0.5
+    assert case.plan.shard.reshard == {"embedding": False, "head": False, "blocks.23": False}
+    products = [len(s.matmuls) for s in case.spec.stacks[0].sublayers if s.matmuls]
+    assert products == [3, 1, 2, 1]
+    (done,) = predict_file([case])
+    inside = sum(r.bytes for r in done.rows if r.kind == "fragmentation")
+    assert done.peak_bytes > inside > 0
+    many = one(tmp_path, **row, gpu="H100", pp="2", dp="4")
+    assert many.plan.shard.stage == 1  # gathered throughout, whole gradients summed
 
 
 def test_a_row_becomes_a_plan_a_network_and_a_machine(tmp_path):

@@ -62,7 +62,12 @@ def gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
         size = local.over_shards(size, local.experts * each)
     moments: tuple[MomentName, ...] = (*STANDING, *LAST) if plan.batch.accumulation > 1 else LAST
     source = f"P x {each} B" + (f" / {local.shards}" if plan.shard.stage >= 2 else "")
-    return (row("gradients", "gradients", size, source, moments, exact=True),)
+    found = [row("gradients", "gradients", size, source, moments, exact=True)]
+    if each > compute_bytes(plan) and plan.shard.stage < 2:  # runtime/bf16_optimizer.py: the narrow ones are cleared in place
+        narrow = local.trainable * compute_bytes(plan)
+        source = f"P x {compute_bytes(plan)} B, zeroed and not freed"
+        found.append(row("gradients as computed", "gradients", narrow, source, (*STANDING, *LAST, "checkpoint"), exact=True))
+    return tuple(found)
 
 
 def buckets(local: Local, cluster: Cluster) -> tuple[Row, ...]:

@@ -35,6 +35,8 @@ from fullstride.plan.validation.megatron_rows import refine
 from fullstride.plan.validation.networks import Network, spec_of
 
 GIB = 2**30
+OFF = 4.0
+"""Times by which a row's parameters and 12 layers x hidden^2 may differ: small vocabularies and wide MLPs stay far below."""
 MIXTURES: dict[str, tuple[int, int, int, int, int]] = {
     "deepseekv2": (160, 6, 1536, 2, 1),
     "deepseekv3": (256, 8, 2048, 1, 3),
@@ -145,10 +147,12 @@ def _case(path: Path, line: int, row: dict[str, str], coefficients: Any) -> Case
     peak = _number(row, "memory_gib") if convention.memory else None
     if seconds is None and static is None and peak is None:
         raise _Reason("no time or memory published" if convention.times else "only a time of a run that is no benchmark")
-    spec = spec_of(network_of(row, convention), row.get("model", ""))
+    network = network_of(row, convention)
+    _require_agreement(row, network)
+    spec = spec_of(network, row.get("model", ""))
     plan = plan_of(row, convention, spec)
     arguments = arguments_of(row.get("note", ""))
-    plan, spec = refine(row, arguments, convention.framework, network_of(row, convention), plan, spec)
+    plan, spec = refine(row, arguments, convention.framework, network, plan, spec)
     given = (coefficients or {}).get((kind, convention.framework)) or calibration_for(kind, convention.framework)
     cluster = cluster_of(
         kind,
@@ -199,6 +203,17 @@ def _require_eligible(row: dict[str, str]) -> None:
         raise _Reason("trains against a second network", eligible=True)
     if "optimizer=muon" in note:
         raise _Reason("optimizer is not AdamW", eligible=True)
+
+
+def _require_agreement(row: dict[str, str], network: Network) -> None:
+    """A dense network's layers and width make about its parameters; a row where they are far from it is of another network."""
+    try:
+        stated = float(row.get("params_b") or 0) * 1e9
+    except ValueError:
+        return
+    made = 12 * network.layers * network.hidden**2
+    if stated and not network.experts and not made / OFF < stated < made * OFF:
+        raise _Reason("the source's own numbers do not agree")
 
 
 def _number(row: dict[str, str], column: str) -> float | None:
