@@ -157,7 +157,36 @@ CASES = {
         pipe("1f1b", micro_batch_per_stage=(4, 2)),
         "has 4 beside 6",
     ),
-    "pipeline.unbuilt": ({"pipeline": Pipeline(schedule="1f1b")}, {}, "pipeline.schedule = '1f1b'"),
+    "pipeline.ddp": (
+        {**pipe("1f1b"), "shard": Shard(carrier="ddp"), "layout": Layout(pp=2, dp_replicate=2), "batch": Batch(micro_batch=4)},
+        {
+            **pipe("1f1b"),
+            "shard": Shard(carrier="fsdp2", stage=1),
+            "layout": Layout(pp=2, dp_shard=2),
+            "batch": Batch(micro_batch=4),
+        },
+        "shard.carrier = 'ddp' with layout.pp = 2",
+    ),
+    "pipeline.fsdp2": (
+        {
+            **pipe("zb-h1"),
+            "shard": Shard(carrier="fsdp2", stage=1),
+            "layout": Layout(pp=2, dp_shard=2),
+            "batch": Batch(micro_batch=4),
+        },
+        {
+            **pipe("1f1b"),
+            "shard": Shard(carrier="fsdp2", stage=1),
+            "layout": Layout(pp=2, dp_shard=2),
+            "batch": Batch(micro_batch=4),
+        },
+        "shard.carrier = 'fsdp2' with schedule zb-h1 and 1 chunks",
+    ),
+    "pipeline.empty": (
+        pipe("1f1b", layers_per_stage=(4, 0)),
+        pipe("1f1b", layers_per_stage=(2, 2)),
+        "pipeline.layers_per_stage = [4, 0]",
+    ),
     "precision.fp16": (
         {"precision": Precision(cast="autocast", block="fp16", head="fp16")},
         {"precision": AUTOCAST},
@@ -228,7 +257,6 @@ PRICED_ONLY = {code for code in CASES if code.startswith(("layout.", "pipeline."
     "layout.order",
     "layout.unbuilt",
     "layout.devices",
-    "pipeline.unbuilt",
 }
 """Rules whose allowed neighbour this version does not run."""
 RUN_CODES = {rule.code for rule in RULES if rule.scope == "run"}

@@ -1,12 +1,13 @@
 """How a Plan is applied to a model, in order. Start reading here.
 
     1. look       find embedding, blocks, norm and head; refuse what this model and this Plan cannot do together
-    2. recompute  replace the forward of the chosen blocks by one that makes activations again
-    3. compile    compile each block's forward, recomputation inside
-    4. loss       let the head return the loss, if it is to be computed in chunks
-    5. weights    unit by unit: make them (from a file, or from seed and name), then shard them
-    6. precision  keep compute copies beside the masters
-    7. optimizer  make its states
+    2. stages     with a pipeline: leave only this rank's stages
+    3. recompute  replace the forward of the chosen blocks by one that makes activations again
+    4. compile    compile each block's forward, recomputation inside
+    5. loss       let the head return the loss, if it is to be computed in chunks
+    6. weights    unit by unit: make them (from a file, or from seed and name), then shard them
+    7. precision  keep compute copies beside the masters
+    8. optimizer  make its states
 
 The model's modules, parameter names and code stay as they were; only some instances' `forward` are replaced.
 """
@@ -28,7 +29,10 @@ from fullstride.engine.loss import ChunkedHead, altered_logits, chunked_head
 from fullstride.engine.memory.recompute import apply_recompute
 from fullstride.engine.mesh import Mesh
 from fullstride.engine.optimizer import AdamW
-from fullstride.engine.parallel.shard import Carrier, carry
+from fullstride.engine.parallel.carrier import Carrier
+from fullstride.engine.parallel.shard import carry
+from fullstride.engine.pipeline.build import Stages, cut_to_stages, executor_of
+from fullstride.engine.pipeline.executor import Executor
 from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders
 from fullstride.errors import RuleBroken
 from fullstride.plan.plan import Plan
@@ -44,6 +48,9 @@ class Applied:
     weights: Weights
     optimizer: AdamW
     head: ChunkedHead | None
+    stages: Stages | None
+    executor: Executor | None
+    """What runs a step; None where it is the Run itself, without a pipeline."""
 
 
 def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
@@ -61,22 +68,34 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     """
     anatomy, mesh = find(model), Mesh(plan.layout, device)
     _refuse(model, anatomy, plan, device)
+    stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
+    anatomy = stages.cut.anatomy if stages else anatomy
     apply_recompute(model, anatomy, plan.recompute)
     compiled = plan.compile.mode == "block"
     if compiled:
         compile_blocks(model, anatomy)
     head = None
-    if plan.loss.kind == "chunked":
+    if plan.loss.kind == "chunked" and (anatomy.head or not stages):
         wide = TORCH_DTYPE[plan.precision.loss]
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
     parts = units(model, anatomy)
     maker = _Maker(model, parts, plan, device)
     carrier = carry(model, parts, plan, mesh, maker.make)
-    weights = Weights(model, plan, maker.roles, maker.shapes)
+    uncounted = {stages.cut.tied} if stages and not stages.cut.counts_tied else set()
+    weights = carrier.weights(model, plan, maker.roles, maker.shapes, uncounted)
     if weights.cast:
         cast_at_borders(parts, plan.precision)
-    optimizer = AdamW(weights, plan.recipe, plan.optimizer.implementation)
-    return Applied(anatomy=anatomy, mesh=mesh, carrier=carrier, weights=weights, optimizer=optimizer, head=head)
+    optimizer = carrier.optimizer(weights, plan)
+    return Applied(
+        anatomy=anatomy,
+        mesh=mesh,
+        carrier=carrier,
+        weights=weights,
+        optimizer=optimizer,
+        head=head,
+        stages=stages,
+        executor=executor_of(stages, plan, mesh, carrier) if stages else None,
+    )
 
 
 class _Maker:

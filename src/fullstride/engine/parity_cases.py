@@ -15,6 +15,7 @@ from fullstride.plan.plan import (
     Layout,
     Loss,
     ModelRef,
+    Pipeline,
     Plan,
     Precision,
     Recipe,
@@ -136,17 +137,30 @@ def make_case(
     reshard: dict[str, bool] | None = None,
     seed: int = 0,
     micro_batch: int = 2,
+    carrier: str = "",
+    pp: int = 1,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    layers_per_stage: tuple[int, ...] = (),
+    micro_batch_per_stage: tuple[int, ...] = (),
 ) -> Case:
-    """A case from the choices that matter; its name lists them."""
-    carrier = "none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2"
+    """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
+    carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
     recompute, loss = recompute or Recompute(), loss or Loss()
-    layout = Layout(dp_replicate=ranks if stage == 0 else replicate, dp_shard=1 if stage == 0 else ranks // replicate)
+    layout = Layout(dp_replicate=ranks if stage == 0 else replicate, dp_shard=1 if stage == 0 else ranks // replicate, pp=pp)
+    pipeline = Pipeline(
+        schedule=schedule,  # type: ignore[arg-type]
+        chunks=chunks,
+        layers_per_stage=layers_per_stage,
+        micro_batch_per_stage=micro_batch_per_stage,
+    )
     roles = ("embedding", "block", "head", "loss", "gradient", "reduction", "master", "optimizer_state")
     plan = Plan(
         model=ModelRef(source="parity"),
         workload=Workload(sequence_length=LENGTH, samples_per_step=micro_batch * accumulation * ranks),
         recipe=Recipe(steps=10, learning_rate=1e-3, warmup_steps=2, seed=seed, clip_norm=0.5),
         layout=layout,
+        pipeline=Pipeline() if pp == 1 else pipeline,
         shard=Shard(carrier=carrier, stage=stage, reshard=reshard or {}),  # type: ignore[arg-type]
         batch=Batch(micro_batch=micro_batch, accumulation=accumulation),
         recompute=recompute,
@@ -154,8 +168,10 @@ def make_case(
         loss=loss,
     )
     name = f"{family}{' tied' if tied else ''} ranks={ranks} stage={stage} replicate={layout.dp_replicate}"
-    name += f" accumulation={accumulation} recompute={recompute.mode}/{recompute.every} loss={loss.kind}"
+    name += f" {carrier} accumulation={accumulation} recompute={recompute.mode}/{recompute.every} loss={loss.kind}"
     name += f" {dtype} reshard={sorted((reshard or {}).items())} seed={seed}"
+    if pp > 1:
+        name += f" pp={pp} {schedule} chunks={chunks} layers={layers_per_stage} sizes={micro_batch_per_stage}"
     return Case(name=name, family=family, tied=tied, seed=seed, plan=plan)
 
 
@@ -178,6 +194,7 @@ def draw_cases(rng: random.Random, count: int, ranks: int) -> tuple[Case, ...]:
             reshard={"blocks": rng.random() < 0.5, "head": rng.random() < 0.5} if stage == 3 and rng.random() < 0.5 else None,
             seed=rng.randrange(1000),
             micro_batch=rng.choice((1, 2)),
+            carrier=rng.choice(("fsdp2", "flat")) if stage else "",
         )
         if not check(case.plan):
             drawn.append(case)

@@ -8,6 +8,7 @@ Micikevicius et al., 2018). Under FSDP2 the sharded parameters are the masters a
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -60,7 +61,14 @@ class Weights:
         pieces: where this rank's part of each master, gradient and moment lies in the unmodified model.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, roles: dict[int, Role], shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        roles: dict[int, Role],
+        shapes: dict[str, tuple[int, ...]],
+        uncounted: Set[str] = frozenset(),
+    ) -> None:
         """Take the parameters of a model that has memory and is sharded.
 
         Args:
@@ -68,6 +76,7 @@ class Weights:
             plan: of which `precision` counts.
             roles: by id of the parameter.
             shapes: of the whole parameters, by name.
+            uncounted: names that another rank counts (see `Piece.counted`).
         """
         named = dict(model.named_parameters())
         self.names = tuple(named)
@@ -75,10 +84,13 @@ class Weights:
         self._sharded = any(isinstance(p, DTensor) for p in self.params)
         self.cast = plan.precision.cast == "weights" and not self._sharded
         self.masters: tuple[torch.Tensor, ...] = self.params
-        self.pieces = tuple(piece_of(name, shapes[name], param) for name, param in named.items())
+        self.pieces = tuple(piece_of(name, shapes[name], param, counted=name not in uncounted) for name, param in named.items())
         self._gathered: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._hooks: list[Any] = []
+        self._make_masters(plan, roles)
+
+    def _make_masters(self, plan: Plan, roles: dict[int, Role]) -> None:
         if self.cast:
             self.masters = tuple(p.detach() for p in self.params)
             for index, param in enumerate(self.params):
@@ -113,6 +125,11 @@ class Weights:
             return self._gathered[index] if index in self._touched else None
         grad = self.params[index].grad
         return None if grad is None else local(grad)
+
+    def counted(self) -> list[torch.Tensor]:
+        """Gradients that this rank counts in the norm."""
+        found = [self.gradient(index) for index, piece in enumerate(self.pieces) if piece.counted]
+        return [grad for grad in found if grad is not None]
 
     def publish(self, indices: list[int] | None = None) -> None:
         """Copy masters into the weights that compute; nothing to do where they are the same."""

@@ -18,9 +18,11 @@ from fullstride.engine.loss import IGNORED, shifted, token_loss_sum
 from fullstride.engine.mesh import join, pick_device
 from fullstride.engine.optimizer import AdamW, global_norm
 from fullstride.engine.pieces import Piece
+from fullstride.engine.pipeline.executor import Forward
+from fullstride.engine.pipeline.tied import sum_tied
 from fullstride.engine.precision import TORCH_DTYPE, compute_context
 from fullstride.engine.schedule import learning_rate
-from fullstride.errors import BadInput
+from fullstride.errors import BadInput, RuleBroken
 from fullstride.plan.plan import Axis, Plan
 from fullstride.plan.rules import require
 
@@ -66,8 +68,11 @@ class Run:
         self.device = device
         self.step_index = 0
         """Optimizer steps done so far."""
-        self.on_phase: Callable[[str], contextlib.AbstractContextManager[object]] = lambda _name: contextlib.nullcontext()
-        """Called with `h2d`, `forward`, `backward` and `optimizer` around each; set it to see where time goes."""
+        self.on_phase: Callable[..., contextlib.AbstractContextManager[object]] = lambda _name, **_where: (
+            contextlib.nullcontext()
+        )
+        """Called with `h2d`, `forward`, `backward`, `weight_grad` and `optimizer` around each, in a pipeline also with
+        `micro_batch=` (its first sample) and `stage=`; set it to see where time goes."""
         self._applied = applied
         self._carrier = applied.carrier
         self._mesh = applied.mesh
@@ -77,7 +82,12 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """What to call in a hand-written loop (under DDP its wrapper)."""
+        """What to call in a hand-written loop (under DDP its wrapper).
+
+        Raises:
+            RuleBroken: with a pipeline a rank's model is a part, which only the schedule can run.
+        """
+        self._by_hand("run.model")
         return self._carrier.module
 
     @property
@@ -93,8 +103,21 @@ class Run:
 
     @property
     def optimizer(self) -> AdamW:
-        """For a hand-written loop: `step()` updates from the gradients as they are, `zero_grad()` forgets them."""
+        """For a hand-written loop: `step()` updates from the gradients as they are, `zero_grad()` forgets them.
+
+        Raises:
+            RuleBroken: with a pipeline, as for `model`.
+        """
+        self._by_hand("run.optimizer")
         return self._applied.optimizer
+
+    def _by_hand(self, what: str) -> None:
+        pp = self.plan.layout.pp
+        if pp > 1:
+            raise RuleBroken(
+                f"{what} with layout.pp = {pp}: a rank holds a part of the model, which only the schedule can run",
+                fix="call run.step, or use layout.pp = 1",
+            )
 
     def step(self, batch: dict[str, torch.Tensor]) -> StepResult:
         """One optimizer update.
@@ -113,7 +136,9 @@ class Run:
         tokens = self._world_sum((labels != IGNORED).sum())
         scale = self._ranks / tokens.clamp(min=1).to(TORCH_DTYPE[self.plan.precision.loss])
         total = torch.zeros_like(scale)
-        for index in range(count):
+        if executor := self._applied.executor:
+            total += sum(executor.step(self._stage_forward(ids, labels, documents, scale), self.on_phase))
+        for index in range(count if executor is None else 0):
             part = slice(index * micro, (index + 1) * micro)
             with self._carrier.micro_batch(index == count - 1):
                 with self.on_phase("forward"):
@@ -122,8 +147,10 @@ class Run:
                     loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         with self.on_phase("optimizer"):
+            self._carrier.finish()
+            self._sum_tied()
             norm, lr = self._update()
-        return StepResult(self._world_sum(total) / self._ranks, tokens, norm, lr)
+        return StepResult(self._world_sum(total, "pp") / self._ranks, tokens, norm, lr)
 
     def _check(self, batch: dict[str, torch.Tensor], samples: int) -> None:
         wanted = ["input_ids", "labels"] + (["document_ids"] if self.plan.workload.documents == "separate" else [])
@@ -149,12 +176,27 @@ class Run:
         head = self._applied.head
         if head is not None:
             head.arm(labels, scale)
+        logits = self._call(ids, documents)
+        if head is not None:
+            return head.take(logits)
+        return token_loss_sum(logits, labels, TORCH_DTYPE[self.plan.precision.loss]) * scale
+
+    def _stage_forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, scale: torch.Tensor
+    ) -> Forward:
+        """What the executor calls for samples [lo, hi): the scaled loss sum on the last stage, else whatever comes out."""
+
+        def forward(lo: int, hi: int, last: bool) -> torch.Tensor:
+            told = None if documents is None else documents[lo:hi]
+            return self._forward(ids[lo:hi], labels[lo:hi], told, scale) if last else self._call(ids[lo:hi], told)
+
+        return forward
+
+    def _call(self, ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        """The model's logits."""
         extra = {} if documents is None else {"position_ids": positions_in_documents(documents)}
         with compute_context(self.plan, self.device):
-            output = self._carrier.module(input_ids=ids, **extra) if self._hf else self._carrier.module(ids)
-        if head is not None:
-            return head.take(logits_of(output))
-        return token_loss_sum(logits_of(output), labels, TORCH_DTYPE[self.plan.precision.loss]) * scale
+            return logits_of(self._carrier.module(input_ids=ids, **extra) if self._hf else self._carrier.module(ids))
 
     def _update(self) -> tuple[torch.Tensor, float]:
         """Clip, step, forget gradients."""
@@ -162,7 +204,7 @@ class Run:
         found = [self._weights.gradient(index) for index in range(len(self._weights.params))]
         counted = [grad for grad, piece in zip(found, self._weights.pieces, strict=True) if grad is not None and piece.counted]
         holders: tuple[Axis, ...] = ("dp_shard", "tp", "pp") if self.plan.shard.stage else ("tp", "pp")
-        norm = global_norm(counted, self._mesh.group(*holders), self.device)
+        norm = global_norm(self._weights.counted(), self._mesh.group(*holders), self.device)
         divisor = None
         if recipe.clip_norm > 0:  # as torch.nn.utils.clip_grad_norm_ does, its 1e-6 included
             divisor = ((norm + 1e-6) / recipe.clip_norm).clamp(min=1.0)
@@ -174,8 +216,17 @@ class Run:
         self.step_index += 1
         return norm, lr
 
-    def _world_sum(self, value: torch.Tensor) -> torch.Tensor:
-        group = self._mesh.group("dp_replicate", "dp_shard")
+    def _sum_tied(self) -> None:
+        """With a pipeline, both stages that share a weight get the sum of their gradients."""
+        stages = self._applied.stages
+        if stages and stages.tied:
+            gradient = self._weights.gradient(self._weights.names.index(stages.cut.tied))
+            if gradient is not None:
+                sum_tied(gradient, stages.tied)
+
+    def _world_sum(self, value: torch.Tensor, *more: Axis) -> torch.Tensor:
+        """Sum over data-parallel ranks, and over other axes whose ranks hold parts of it."""
+        group = self._mesh.group("dp_replicate", "dp_shard", *more)
         if group is not None:
             dist.all_reduce(value, group=group)
         return value
@@ -195,12 +246,15 @@ class Run:
         total = torch.zeros_like(one)
         module = self._carrier.module
         module.eval()
-        for start in range(0, ids.shape[0], self.plan.batch.micro_batch):
-            part = slice(start, start + self.plan.batch.micro_batch)
+        size = self.plan.batch.micro_batch
+        if executor := self._applied.executor:
+            total += sum(executor.evaluate(self._stage_forward(ids, labels, documents, one), ids.shape[0], size))
+        for start in range(0, ids.shape[0] if executor is None else 0, size):
+            part = slice(start, start + size)
             total += self._forward(ids[part], labels[part], None if documents is None else documents[part], one)
         module.train()
         self._carrier.reshard()
-        return float(self._world_sum(total)), int(self._world_sum((labels != IGNORED).sum()))
+        return float(self._world_sum(total, "pp")), int(self._world_sum((labels != IGNORED).sum()))
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names."""

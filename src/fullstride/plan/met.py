@@ -70,7 +70,7 @@ def axes_met(plan: Plan) -> str:
 
 def unbuilt_axis_met(plan: Plan) -> str:
     """The first axis that is used but not built."""
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in ("tp", "cp", "ep"):
         if (size := getattr(plan.layout, axis)) > 1:
             return f"layout.{axis} = {size}"
     return ""
@@ -140,6 +140,12 @@ def fsdp2_met(plan: Plan) -> str:
     return f"fsdp2 with shard.stage = {plan.shard.stage} and layout.dp_shard = {plan.layout.dp_shard}"
 
 
+def flat_met(plan: Plan) -> str:
+    """What leaves flat buffers nothing to shard."""
+    fine = plan.shard.carrier != "flat" or (plan.shard.stage >= 1 and plan.layout.dp_shard > 1)
+    return "" if fine else f"flat with shard.stage = {plan.shard.stage} and layout.dp_shard = {plan.layout.dp_shard}"
+
+
 def stage_of_none_met(plan: Plan) -> str:
     """A ZeRO stage on one rank."""
     return f"carrier none with shard.stage = {plan.shard.stage}" if plan.shard.carrier == "none" and plan.shard.stage else ""
@@ -168,16 +174,24 @@ def reshard_names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | Non
     return ""
 
 
-def pipeline_met(plan: Plan) -> str:
-    """The first entry that asks for a pipeline."""
+def pipeline_ddp_met(plan: Plan) -> str:
+    """A pipeline under ddp."""
+    found = plan.layout.pp > 1 and plan.shard.carrier == "ddp"
+    return f"shard.carrier = 'ddp' with layout.pp = {plan.layout.pp}" if found else ""
+
+
+def pipeline_fsdp2_met(plan: Plan) -> str:
+    """A pipeline under fsdp2 whose schedule comes back to several stages of a rank, or to weights after the backward."""
     pipe = plan.pipeline
-    if pipe.schedule != "none":
-        return f"pipeline.schedule = {pipe.schedule!r}"
-    if pipe.chunks != 1:
-        return f"pipeline.chunks = {pipe.chunks}"
-    if pipe.layers_per_stage:
-        return f"pipeline.layers_per_stage = {list(pipe.layers_per_stage)}"
-    return f"pipeline.micro_batch_per_stage = {list(pipe.micro_batch_per_stage)}" if pipe.micro_batch_per_stage else ""
+    if plan.layout.pp == 1 or plan.shard.carrier != "fsdp2" or (pipe.chunks == 1 and pipe.schedule != "zb-h1"):
+        return ""
+    return f"shard.carrier = 'fsdp2' with schedule {pipe.schedule} and {pipe.chunks} chunks"
+
+
+def pipeline_empty_met(plan: Plan) -> str:
+    """A stage without blocks."""
+    layers = plan.pipeline.layers_per_stage
+    return f"pipeline.layers_per_stage = {list(layers)}" if plan.layout.pp > 1 and layers and min(layers) == 0 else ""
 
 
 def roles(precision: Precision, *names: str) -> str:
@@ -268,7 +282,7 @@ def reduction_met(plan: Plan) -> str:
     p = plan.precision
     if p.reduction == p.master:
         return ""
-    if p.reduction == p.block and p.cast == "weights" and plan.shard.carrier == "fsdp2":
+    if p.reduction == p.block and p.cast == "weights" and plan.shard.carrier in ("fsdp2", "flat"):
         return ""
     return f"precision.reduction = {p.reduction!r} with carrier {plan.shard.carrier}, {roles(p, 'cast', 'block', 'master')}"
 

@@ -21,7 +21,9 @@ Scope: TypeAlias = Literal["all", "run"]
 RUN_ONLY = (
     "layout.unbuilt",
     "run.unbuilt",
-    "pipeline.unbuilt",
+    "pipeline.ddp",
+    "pipeline.fsdp2",
+    "pipeline.empty",
     "precision.fp16",
     "precision.cast",
     "precision.weights",
@@ -191,8 +193,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "shard.none",
-        "carrier none goes with one data-parallel rank, and several ranks need ddp or fsdp2",
-        "use carrier none with 1 data-parallel rank (replicas, shards and context counted), ddp or fsdp2 with more",
+        "carrier none goes with one data-parallel rank, and several ranks need ddp, fsdp2 or flat",
+        "use carrier none with 1 data-parallel rank (replicas, shards and context counted), ddp, fsdp2 or flat with more",
         when(met.carrier_none_met),
     ),
     _rule("shard.none_stage", "one rank has nobody to share with", "use shard.stage = 0", when(met.stage_of_none_met)),
@@ -207,6 +209,12 @@ RULES: tuple[Rule, ...] = (
         "fsdp2 shards: stage 1, 2 or 3 over dp_shard > 1 ranks",
         "set shard.stage and layout.dp_shard, or use ddp",
         when(met.fsdp2_met),
+    ),
+    _rule(
+        "shard.flat",
+        "flat buffers are sharded: stage 1, 2 or 3 over dp_shard > 1 ranks (one rank steps as fast without them)",
+        "set shard.stage and layout.dp_shard, or use none (one rank) or ddp",
+        when(met.flat_met),
     ),
     _rule(
         "shard.reshard_stage",
@@ -263,7 +271,22 @@ RULES: tuple[Rule, ...] = (
         when(limits.stage_batches_met),
     ),
     _rule(
-        "pipeline.unbuilt", "pipelines are not built yet", "use schedule none, one chunk and no lists", when(met.pipeline_met)
+        "pipeline.ddp",
+        "ddp sums gradients in the backward of the last forward, and in a pipeline other backwards come between",
+        "use carrier flat, or fsdp2 with stage 1",
+        when(met.pipeline_ddp_met),
+    ),
+    _rule(
+        "pipeline.fsdp2",
+        "fsdp2 has one last backward for a rank's whole model, and takes weight gradients there alone",
+        "use carrier flat, or gpipe or 1f1b",
+        when(met.pipeline_fsdp2_met),
+    ),
+    _rule(
+        "pipeline.empty",
+        "the executor runs stages with one block at least",
+        "give each stage a block",
+        when(met.pipeline_empty_met),
     ),
     _rule("precision.fp16", "fp16 needs a loss scaler, which is not built yet", "use bf16", when(met.fp16_met)),
     _rule(
@@ -293,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "precision.ddp",
         "ddp reduces the gradients of the master weights, and a cast copy has others",
-        "use fsdp2 with zero stage 1, or cast autocast",
+        "use fsdp2 or flat with zero stage 1, or cast autocast",
         when(met.weights_ddp_met),
     ),
     _rule(
@@ -311,13 +334,13 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "precision.gradient",
         "gradients are kept in the masters' dtype; with one micro-batch and cast weights also in the compute dtype (one rank) "
-        "or the reduction dtype (fsdp2)",
+        "or the reduction dtype (fsdp2, flat)",
         "use precision.gradient = fp32 (the masters' dtype)",
         when(met.gradient_met),
     ),
     _rule(
         "precision.reduction",
-        "gradients are reduced in the masters' dtype, or under fsdp2 with cast weights in the compute dtype",
+        "gradients are reduced in the masters' dtype, or under fsdp2 and flat with cast weights in the compute dtype",
         "use precision.reduction = fp32 (the masters' dtype)",
         when(met.reduction_met),
     ),

@@ -1,0 +1,33 @@
+"""A weight that the first and the last stage share: each makes its own gradient of it, and both need the sum."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullstride.engine.mesh import Mesh
+from fullstride.plan.schedule.placement import Placement
+
+_made: dict[tuple[int, tuple[int, int]], dist.ProcessGroup] = {}
+
+
+def tied_group(mesh: Mesh, placement: Placement) -> dist.ProcessGroup | None:
+    """The two ranks that hold the first and the last stage of this rank's pipeline; None if this rank is neither.
+
+    Collective: groups are made for all pipelines.
+    """
+    first, last = placement.home(0)[0], placement.home(placement.num_stages - 1)[0]
+    found = None
+    for members in mesh.sets("pp"):
+        pair = (members[first], members[last])
+        key = (id(dist.group.WORLD), pair)
+        if key not in _made:
+            _made[key] = dist.new_group(list(pair))
+        if mesh.rank in pair:
+            found = _made[key]
+    return found
+
+
+def sum_tied(gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum this rank's part of the gradient over both stages, in place; both hold the same part."""
+    dist.all_reduce(gradient, group=group)
