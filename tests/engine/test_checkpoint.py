@@ -1,4 +1,4 @@
-import pickle
+import json
 import resource
 import threading
 
@@ -7,7 +7,8 @@ import torch
 
 from fullstride.engine import moments
 from fullstride.engine.checkpoint import Checkpointer, load_run, save_run
-from fullstride.engine.checkpoint_folder import MANIFEST, SafeReader, complete
+from fullstride.engine.checkpoint_folder import MANIFEST, complete
+from fullstride.engine.pieces import Piece
 from fullstride.errors import BadInput, EnvironmentFault
 from fullstride.plan.plan import ModelRef, Plan, Workload
 
@@ -28,6 +29,10 @@ class SmallRun:
 
     def state(self):
         return self.tensors
+
+    def pieces(self):
+        shapes = {key.split("/")[1]: tuple(value.shape) for key, value in self.tensors.items()}
+        return {name: Piece(name=name, shape=shape) for name, shape in shapes.items()}
 
     def after_load(self, step_index):
         self.step_index = self.loaded = step_index
@@ -81,7 +86,7 @@ def test_the_newest_are_kept_and_half_folders_are_cleaned(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("name", ["rank00000.safetensors", "manifest.json"])
 def test_a_flipped_byte_is_bad_input_that_names_the_file(tmp_path, name):
     _, saver = trained(tmp_path)
     path = saver.latest() / name
@@ -94,12 +99,12 @@ def test_a_flipped_byte_is_bad_input_that_names_the_file(tmp_path, name):
 
 def test_a_missing_or_shortened_file_is_named(tmp_path):
     _, saver = trained(tmp_path)
-    path = saver.latest() / "__0_0.distcp"
+    path = saver.latest() / "rank00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BadInput, match=r"__0_0.distcp: has \d+ bytes"):
+    with pytest.raises(BadInput, match=r"rank00000.safetensors: has \d+ bytes"):
         saver.load(SmallRun(), saver.latest())
     path.unlink()
-    with pytest.raises(BadInput, match=r"__0_0.distcp: is missing"):
+    with pytest.raises(BadInput, match=r"rank00000.safetensors: is missing"):
         saver.load(SmallRun(), saver.latest())
 
 
@@ -113,14 +118,22 @@ def test_another_models_checkpoint_is_refused_by_the_parameters_name(tmp_path):
         saver.load(SmallRun(names=("a",)), saver.latest())
 
 
-def test_a_pickle_that_names_anything_else_is_refused(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("run",))
+def test_a_checkpoint_of_the_earlier_layout_is_refused_by_its_name(tmp_path):
+    _, saver = trained(tmp_path)
+    (saver.latest() / ".metadata").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"step-00000001: was written by an earlier fullstride"):
+        saver.load(SmallRun(), saver.latest())
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(BadInput, match=r"names builtins.print, which no checkpoint needs"):
-        SafeReader(tmp_path).read_metadata()
+
+@pytest.mark.parametrize("change", [("step", 7), ("samples", 0), ("world_size", 2)])
+def test_a_manifest_that_was_edited_is_refused(tmp_path, change):
+    _, saver = trained(tmp_path)
+    path = saver.latest() / MANIFEST
+    content = json.loads(path.read_text())
+    content[change[0]] = change[1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"manifest.json: is damaged"):
+        saver.load(SmallRun(), saver.latest())
 
 
 def test_a_full_disk_leaves_older_checkpoints_and_no_half_folder(tmp_path):

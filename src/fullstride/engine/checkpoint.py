@@ -1,19 +1,20 @@
-"""Checkpoints: written beside training through torch.distributed.checkpoint, whole or absent, readable in any layout.
+"""Checkpoints: written beside training, whole or absent, in no layout and so readable in any.
 
     checkpoints/step-00000100/          appears by one rename, once everything in it is on disk
-      .metadata  __0_0.distcp ...       torch.distributed.checkpoint: weights/NAME, exp_avg/NAME, exp_avg_sq/NAME, rng/...
-      manifest.json                     position, hashes, and size and CRC-32 of every other file
+      rank00000.safetensors ...         rectangles of weights/NAME, exp_avg/NAME, exp_avg_sq/NAME; rng/...
+      manifest.json                     position, hashes, shapes, and size and CRC-32 of every other file
 
-"Latest" is derived (the highest step whose manifest is there), never stored.
+A rank writes the pieces that it holds (`engine/pieces.py`); what several hold alike one of them writes. Who reads asks for the
+pieces of its own layout. "Latest" is derived (the highest step whose manifest is there), never stored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,29 +23,30 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
+from fullstride.engine.checkpoint_boxes import Boxes, Entry, entries, header, ordered, shares, uncovered, write_file
 from fullstride.engine.checkpoint_folder import (
     MANIFEST,
     Manifest,
-    SafeReader,
     Stored,
+    TensorShape,
     check_files,
     clean,
     complete,
-    crc32,
     partial_folder,
     publish,
+    rank_file,
+    read_manifest,
     remove,
+    signed,
 )
+from fullstride.engine.checkpoint_staging import Staging, room_for, streamed
+from fullstride.engine.init import seed_of
 from fullstride.engine.moments import moment
+from fullstride.engine.pieces import Piece
+from fullstride.engine.precision import local
 from fullstride.errors import BadInput, EnvironmentFault, FullstrideError, TimedOut
-from fullstride.files import read_json, write_json
+from fullstride.files import write_json
 from fullstride.plan.plan import Plan
 from fullstride.rundir import RunDir
 
@@ -62,9 +64,22 @@ class Savable(Protocol):
         """Live tensors or DTensors under `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`."""
         ...
 
+    def pieces(self) -> dict[str, Piece]:
+        """Where their local elements lie in the unmodified model, by NAME."""
+        ...
+
     def after_load(self, step_index: int) -> None:
         """Make everything derived from the state again."""
         ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One rank's part of a save: everything that the writing thread needs."""
+
+    head: bytes
+    blocks: Iterable[Tensor]
+    manifest: Manifest
 
 
 class Checkpointer:
@@ -72,6 +87,7 @@ class Checkpointer:
 
     Attributes:
         stall_seconds: how long training stood still for the last save.
+        in_step: why saves are written while training stands still; empty if they are written beside it.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, group: dist.ProcessGroup | None = None) -> None:
@@ -84,7 +100,10 @@ class Checkpointer:
         """
         assert keep >= 1
         self.stall_seconds = 0.0
+        self.in_step = ""
         self._folder, self._keep, self._ranks = folder, keep, _Ranks(group)
+        self._staging: Staging | None = None
+        self._known: tuple[weakref.ref[Savable], _Shared] | None = None
         self._thread: threading.Thread | None = None
         self._error: FullstrideError | None = None
         self._unexpected: BaseException | None = None
@@ -101,8 +120,27 @@ class Checkpointer:
         choice = self._ranks.exchange(str(found[-1]) if found else "")[0]
         return Path(choice) if choice else None
 
+    def reserve(self, run: Savable) -> str:
+        """Allocate the memory for copies of a run's state, before training rather than within its first save.
+
+        Returns:
+            Why there will be no copies and saves are written while training stands still; empty if there will be.
+        """
+        shared = self._shared(run)
+        if self._staging is None and not self.in_step:
+            sizes = [entry.nbytes for entry in _entries(run, shared, self._ranks)]
+            fits, said = room_for(sizes, self._ranks.exchange)
+            if fits:
+                self._staging = Staging(_device(run))
+                self._staging.reserve(sizes)
+            else:
+                self.in_step = f"{said}: saves are written while training stands still"
+        return self.in_step
+
     def save(self, run: Savable, samples: int, versions: dict[str, str] | None = None) -> None:
         """Copy the state to the host and write it in the background; waits for a save that is still being written.
+
+        Where the host has no room for the copy, it is written before this returns.
 
         Args:
             run: what is saved; may go on stepping once this returns.
@@ -111,10 +149,19 @@ class Checkpointer:
         """
         start = time.monotonic()
         self._join()
-        staged, manifest = _stage(run, samples, versions or {}, self._ranks)
-        target = self._folder / RunDir(root="").checkpoint(manifest.step).name
-        self._thread = threading.Thread(target=self._write, args=(staged, manifest, target), name="checkpoint", daemon=True)
-        self._thread.start()
+        moment("save", run.step_index)
+        self.reserve(run)
+        shared = self._shared(run)
+        found = _entries(run, shared, self._ranks)
+        blocks = self._staging.copy(found) if self._staging else streamed(found)
+        moment("staged", run.step_index)
+        job = _Job(header(found), blocks, _manifest(run, samples, versions or {}, shared, self._ranks.count))
+        target = self._folder / RunDir(root="").checkpoint(run.step_index).name
+        if self._staging:
+            self._thread = threading.Thread(target=self._write, args=(job, target), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(job, target)
         self.stall_seconds = time.monotonic() - start
 
     def problem(self) -> FullstrideError | None:
@@ -140,6 +187,12 @@ class Checkpointer:
         """As `load_run`."""
         return _load(run, folder, self._ranks)
 
+    def _shared(self, run: Savable) -> _Shared:
+        """Who writes what, agreed once for each run: its pieces do not move."""
+        if self._known is None or self._known[0]() is not run:
+            self._known = (weakref.ref(run), _share(run, self._ranks))
+        return self._known[1]
+
     def _join(self) -> None:
         if self._thread:
             self._thread.join(WAIT_SECONDS)
@@ -150,9 +203,9 @@ class Checkpointer:
         if self._unexpected:
             raise self._unexpected
 
-    def _write(self, staged: dict[str, Any], manifest: Manifest, target: Path) -> None:
+    def _write(self, job: _Job, target: Path) -> None:
         try:
-            _write(staged, manifest, target, self._keep, self._ranks)
+            _write(job, target, self._keep, self._ranks)
         except FullstrideError as error:
             self._error = error
         except BaseException as error:  # raised again in the training thread
@@ -160,7 +213,7 @@ class Checkpointer:
 
 
 def save_run(run: Savable, folder: Path, samples: int | None = None) -> None:
-    """Write one checkpoint into `folder` and wait for it; all ranks call it.
+    """Write one checkpoint into `folder`, entry by entry, and wait for it; all ranks call it.
 
     Raises:
         BadInput: there is something at `folder` already.
@@ -170,12 +223,15 @@ def save_run(run: Savable, folder: Path, samples: int | None = None) -> None:
     there = BadInput(f"{folder}: exists already", fix="choose another folder") if folder.exists() else None
     ranks.agree(there)
     counted = run.step_index * run.plan.workload.samples_per_step if samples is None else samples
-    staged, manifest = _stage(run, counted, {}, ranks)
-    _write(staged, manifest, folder, 0, ranks)
+    shared = _share(run, ranks)
+    found = _entries(run, shared, ranks)
+    _write(_Job(header(found), streamed(found), _manifest(run, counted, {}, shared, ranks.count)), folder, 0, ranks)
 
 
 def load_run(run: Savable, folder: Path) -> Manifest:
     """Check a checkpoint and read it into a run, in whatever layout it was written; all ranks call it.
+
+    Random numbers go on where they were if as many ranks read as wrote; else each rank begins anew from seed, step and rank.
 
     Raises:
         BadInput: a file is missing or damaged, or it belongs to another model; names the file or the parameter.
@@ -218,92 +274,155 @@ def _own_group() -> dist.ProcessGroup | None:
     return _groups[0]
 
 
-def _stage(run: Savable, samples: int, versions: dict[str, str], ranks: _Ranks) -> tuple[dict[str, Any], Manifest]:
-    """A copy of the state on the host, and the manifest without its files."""
-    moment("save", run.step_index)
-    state = {**_owned(run.state(), ranks.rank, ranks.count), **_rng(ranks.rank)}
-    staged = BlockingAsyncStager().stage(state)
-    manifest = Manifest(
+@dataclass(frozen=True)
+class _Shared:
+    """What all ranks agreed on about a run's pieces."""
+
+    mine: frozenset[str]
+    """Parameters of which this rank writes its piece."""
+    tensors: dict[str, TensorShape]
+    """What all ranks write together."""
+
+
+def _share(run: Savable, ranks: _Ranks) -> _Shared:
+    pieces = run.pieces()
+    named = {key: str(value.dtype).removeprefix("torch.") for key, value in run.state().items()}
+    everybody = ranks.exchange((pieces, named))
+    chosen = shares([pieces for pieces, _ in everybody])
+    bare = uncovered([pieces for pieces, _ in everybody], chosen)
+    assert not bare, f"the ranks' pieces of {bare} do not make up the whole"
+    tensors = {
+        key: TensorShape(shape=pieces[_name(key)].shape, dtype=dtype)
+        for pieces, named in everybody
+        for key, dtype in named.items()
+    }
+    return _Shared(frozenset(chosen[ranks.rank]), tensors)
+
+
+def _name(key: str) -> str:
+    return key.split("/", 1)[1]
+
+
+def _entries(run: Savable, shared: _Shared, ranks: _Ranks) -> list[Entry]:
+    """What this rank writes."""
+    pieces = run.pieces()
+    found: list[Entry] = []
+    for key, value in run.state().items():
+        if _name(key) in shared.mine:
+            found += entries(key, pieces[_name(key)], local(value))
+    return ordered([*found, *(Entry(key, (0,), value) for key, value in _rng(ranks.rank).items())])
+
+
+def _manifest(run: Savable, samples: int, versions: dict[str, str], shared: _Shared, ranks: int) -> Manifest:
+    """Without the files."""
+    return Manifest(
         step=run.step_index,
         samples=samples,
-        world_size=ranks.count,
+        world_size=ranks,
         plan_hash=run.plan.plan_hash,
         work_hash=run.plan.work_hash,
         recipe=run.plan.recipe,
         versions=versions,
         written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        tensors=shared.tensors,
     )
-    moment("staged", run.step_index)
-    return staged, manifest
 
 
-def _write(staged: dict[str, Any], manifest: Manifest, target: Path, keep: int, ranks: _Ranks) -> None:
+def _device(run: Savable) -> torch.device:
+    return next((local(value).device for value in run.state().values()), torch.device("cpu"))
+
+
+def _write(job: _Job, target: Path, keep: int, ranks: _Ranks) -> None:
     """Write beside the target, then make it visible; leaves nothing behind when it fails."""
     folder = partial_folder(target)
-    try:
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        with _alone_is_fine():
-            save(staged, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
-        moment("written", manifest.step)
-        _finish(folder, target, manifest, keep, ranks)
-    except (OSError, CheckpointException, EnvironmentFault) as error:
+
+    def make_room() -> None:
         if ranks.rank == 0:
             remove(folder)
-        raise _save_error(target, error) from None
+            folder.mkdir(parents=True)
 
+    def write() -> tuple[str, Stored]:
+        name = rank_file(ranks.rank)
+        size, crc = write_file(folder / name, job.head, job.blocks)
+        moment("written", job.manifest.step)
+        return name, Stored(size=size, crc32=crc)
 
-def _finish(folder: Path, target: Path, manifest: Manifest, keep: int, ranks: _Ranks) -> None:
-    """Checksums of every rank's files go to rank 0, which writes the manifest and makes the folder visible."""
-    own = sorted(folder.glob(f"__{ranks.rank}_*")) + ([folder / ".metadata"] if ranks.rank == 0 else [])
-    parts = ranks.exchange({path.name: (path.stat().st_size, crc32(path)) for path in own})
-    failure = ""
-    if ranks.rank == 0:
-        stored = {name: Stored(size=size, crc32=crc) for part in parts for name, (size, crc) in part.items()}
-        try:
-            write_json(folder / MANIFEST, msgspec.structs.replace(manifest, files=stored))
-            moment("manifest", manifest.step)
+    def finish() -> None:
+        if ranks.rank == 0:
+            _hidden(folder, stored)
+            write_json(folder / MANIFEST, signed(msgspec.structs.replace(job.manifest, files=stored)))
+            moment("manifest", job.manifest.step)
             publish(folder, target, keep)
-        except (OSError, EnvironmentFault) as error:
-            failure = str(error)
-    failure = ranks.exchange(failure)[0]
-    if failure:
-        raise EnvironmentFault(failure)
-    moment("saved", manifest.step)
+
+    try:
+        _all(make_room, ranks)
+        stored = dict(_all(write, ranks))
+        _all(finish, ranks)
+    except EnvironmentFault as error:
+        if ranks.rank == 0:
+            remove(folder)
+        fix = "free disk space; older checkpoints are as they were"
+        raise EnvironmentFault(f"{target}: not saved ({error})", fix=fix) from None
+    moment("saved", job.manifest.step)
+
+
+def _all(work: Callable[[], Any], ranks: _Ranks) -> list[Any]:
+    """What every rank's work returned.
+
+    Raises:
+        EnvironmentFault: the disk refused one of them, on all of them.
+    """
+    found, problem = None, ""
+    try:
+        found = work()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except EnvironmentFault as error:
+        problem = error.message
+    told = ranks.exchange((found, problem))
+    for rank, (_, said) in enumerate(told):
+        if said:
+            raise EnvironmentFault(said if ranks.count == 1 else f"rank {rank}: {said}")
+    return [item for item, _ in told]
+
+
+def _hidden(folder: Path, stored: dict[str, Stored]) -> None:
+    """Files that other hosts wrote and this one does not see."""
+    for name, file in stored.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != file.size:
+            raise EnvironmentFault(f"{name} was written, but rank 0 does not see it: all hosts must share the folder")
 
 
 def _load(run: Savable, folder: Path, ranks: _Ranks) -> Manifest:
     ranks.agree(check_files(folder, ranks.rank, ranks.count))
-    manifest = read_json(folder / MANIFEST, Manifest)
-    state = run.state()
-    stored = SafeReader(folder).read_metadata().state_dict_metadata
-    ranks.agree(_mismatch(folder, state, stored))
-    rng = {name: value for name, value in _rng(ranks.rank).items() if name in stored}
-    wanted: dict[str, Any] = {**state, **rng}
-    with _alone_is_fine():
-        load(wanted, storage_reader=SafeReader(folder), process_group=ranks.group, no_dist=ranks.group is None)
-    for name, value in rng.items():
-        (torch.cuda.set_rng_state if name.startswith("rng/cuda/") else torch.set_rng_state)(value)
+    manifest = read_manifest(folder)
+    state, pieces = run.state(), run.pieces()
+    shapes = {key: pieces[_name(key)].shape for key in state}
+    everybody: dict[str, tuple[int, ...]] = {}
+    for some in ranks.exchange(shapes):
+        everybody |= some
+    ranks.agree(_mismatch(folder, everybody, manifest.tensors))
+    ranks.agree(_fill(state, pieces, folder, manifest, ranks))
     run.after_load(manifest.step)
     return manifest
 
 
-@contextlib.contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """One rank without a process group is a normal case here, about which torch warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-def _owned(state: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """What this rank writes: its shards, and its part of what all ranks hold alike, so that no copy is made for nothing."""
-    plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
-    load = [0] * ranks
-    owner = {}
-    for name in sorted(plain, key=lambda n: (-state[n].numel(), n)):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += state[name].numel()
-    return {name: value for name, value in state.items() if owner.get(name, rank) == rank}
+def _fill(
+    state: Mapping[str, Tensor], pieces: Mapping[str, Piece], folder: Path, manifest: Manifest, ranks: _Ranks
+) -> BadInput | None:
+    """Read this rank's pieces and random numbers; returns what went wrong."""
+    try:
+        boxes = Boxes(folder / name for name in sorted(manifest.files))
+        with torch.no_grad():
+            for key, value in state.items():
+                boxes.read(key, pieces[_name(key)], local(value))
+        _restore_rng(boxes, manifest, ranks)
+    except BadInput as error:
+        return BadInput(f"{folder}: {error.message}", fix=error.fix)
+    except OSError as error:
+        return BadInput(f"{folder}: {error.strerror or error}", fix="check the disk")
+    return None
 
 
 def _rng(rank: int) -> dict[str, Tensor]:
@@ -313,24 +432,26 @@ def _rng(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _mismatch(folder: Path, state: dict[str, Tensor], stored: dict[str, Any]) -> BadInput | None:
+def _restore_rng(boxes: Boxes, manifest: Manifest, ranks: _Ranks) -> None:
+    for key, value in _rng(ranks.rank).items():
+        gpu = key.startswith("rng/cuda/")
+        if manifest.world_size == ranks.count and key in boxes:
+            boxes.read(key, Piece(name=key, shape=tuple(value.shape)), value)
+            (torch.cuda.set_rng_state if gpu else torch.set_rng_state)(value)
+        else:
+            seed = seed_of(manifest.recipe.seed, f"step {manifest.step} rank {ranks.rank}")
+            (torch.cuda.manual_seed if gpu else torch.default_generator.manual_seed)(seed)
+
+
+def _mismatch(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorShape]) -> BadInput | None:
     """The first parameter by which a checkpoint and a model differ."""
-    for name, value in state.items():
-        size = getattr(stored.get(name), "size", None)
-        if size != value.shape:
-            has = "nothing" if size is None else f"shape {list(size)}"
-            message = f"{folder}: holds {has} for {name}, the model has shape {list(value.shape)}"
+    for key, shape in shapes.items():
+        there = stored.get(key)
+        if there is None or there.shape != shape:
+            has = "nothing" if there is None else f"shape {list(there.shape)}"
+            message = f"{folder}: holds {has} for {key}, the model has shape {list(shape)}"
             return BadInput(message, fix="use the plan and model that wrote it, or start anew with another run directory")
-    extra = sorted(name for name in stored if name not in state and not name.startswith("rng/"))
+    extra = sorted(set(stored) - set(shapes))
     if extra:
         return BadInput(f"{folder}: holds {extra[0]}, which the model does not have", fix="use the model that wrote it")
     return None
-
-
-def _save_error(target: Path, error: BaseException) -> EnvironmentFault:
-    causes: Sequence[BaseException] = [error]
-    if isinstance(error, CheckpointException):
-        causes = [failure[0] for failure in error.failures.values()] or [error]
-    cause = next((c for c in causes if isinstance(c, OSError | EnvironmentFault)), causes[0])
-    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).splitlines()[0]
-    return EnvironmentFault(f"{target}: not saved ({reason})", fix="free disk space; older checkpoints are as they were")

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+import msgspec
 
 from fullstride.errors import BadInput
-from fullstride.files import FileValue, Value, read_json
+from fullstride.files import FileValue, Value, digest, read_json
 from fullstride.plan.plan import Recipe
 
 MANIFEST = "manifest.json"
-_DCP = "torch.distributed.checkpoint."
-# What the metadata of tensors is made of, torch 2.11 to 2.14. Anything else in that pickle is refused.
-_ALLOWED = {
-    (_DCP + "metadata", "Metadata"),
-    (_DCP + "metadata", "MetadataIndex"),
-    (_DCP + "metadata", "StorageMeta"),
-    (_DCP + "metadata", "TensorProperties"),
-    (_DCP + "metadata", "TensorStorageMetadata"),
-    (_DCP + "metadata", "BytesStorageMetadata"),
-    (_DCP + "metadata", "ChunkStorageMetadata"),
-    (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
-    (_DCP + "filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"),
-} | {("torch", name) for name in ("float64", "float32", "float16", "bfloat16", "uint8", "int64", "int32", "bool")}
+_FIX = "remove that checkpoint; the one before it is used then"
 
 
 class Stored(Value, frozen=True, kw_only=True):
@@ -43,6 +23,13 @@ class Stored(Value, frozen=True, kw_only=True):
     size: int
     """Bytes."""
     crc32: int
+
+
+class TensorShape(Value, frozen=True, kw_only=True):
+    """One tensor of the unmodified model's size."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Manifest(FileValue, frozen=True, kw_only=True, tag="checkpoint"):
@@ -60,38 +47,39 @@ class Manifest(FileValue, frozen=True, kw_only=True, tag="checkpoint"):
     versions: dict[str, str] = {}
     written: str
     """ISO 8601 with zone."""
+    tensors: dict[str, TensorShape]
+    """What the files hold together, by `KIND/NAME`; random numbers are not among it."""
     files: dict[str, Stored] = {}
+    digest: str = ""
+    """Of all the other entries."""
 
 
-class SafeReader(FileSystemReader):
-    """torch's reader, except that the metadata's pickle may name nothing but the parts of a tensor index."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Check the pickle, then let torch read it.
-
-        Raises:
-            BadInput: it names anything else, or is no pickle.
-        """
-        path = Path(self.checkpoint_id) / ".metadata"
-        try:
-            with open(path, "rb") as content:
-                _Checked(content, path).load()
-        except BadInput:
-            raise
-        except Exception as error:  # a damaged pickle raises nearly anything
-            raise BadInput(f"{path}: is damaged ({type(error).__name__})", fix="remove that checkpoint") from None
-        return super().read_metadata(*args, **kwargs)
+def rank_file(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"rank{rank:05d}.safetensors"
 
 
-class _Checked(pickle.Unpickler):
-    def __init__(self, content: Any, path: Path) -> None:
-        super().__init__(content)
-        self._path = path
+def signed(manifest: Manifest) -> Manifest:
+    """The manifest with its own digest."""
+    return msgspec.structs.replace(manifest, digest=digest(msgspec.structs.replace(manifest, digest="")))
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise BadInput(f"{self._path}: names {module}.{name}, which no checkpoint needs", fix="do not use this file")
-        return super().find_class(module, name)
+
+def read_manifest(folder: Path) -> Manifest:
+    """A checkpoint's manifest, checked against its own digest.
+
+    Raises:
+        BadInput: there is none, it is damaged, or it is of an earlier layout.
+    """
+    path = folder / MANIFEST
+    if (folder / ".metadata").exists():
+        raise BadInput(
+            f"{folder}: was written by an earlier fullstride, through torch.distributed.checkpoint, which is not read any more",
+            fix="finish that run with the version that began it, or start anew with another run directory",
+        )
+    manifest = read_json(path, Manifest)
+    if signed(manifest).digest != manifest.digest:
+        raise BadInput(f"{path}: is damaged (its digest differs from its content)", fix=_FIX)
+    return manifest
 
 
 def complete(folder: Path) -> list[Path]:
@@ -153,9 +141,9 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> BadInput | None:
     Returns:
         What is wrong with the first bad file; None if all is well.
     """
-    fix = "remove that checkpoint; the one before it is used then"
+    fix = _FIX
     try:
-        manifest = read_json(folder / MANIFEST, Manifest)
+        manifest = read_manifest(folder)
     except BadInput as error:
         return error
     for name in sorted(manifest.files)[rank::ranks]:

@@ -55,6 +55,7 @@ def train(plan: Plan, options: TrainOptions, place: Place, out: Writer) -> Liter
     saver = Checkpointer(out.run_dir.checkpoints, keep=options.keep, group=place.save_group)
     trainer = Trainer(built, options, place, out, saver)
     trainer.resume()
+    trainer.reserve()
     announce(built, "train", place, out)
     built.recorder.begin()
     while built.run.step_index < plan.recipe.steps and not stop.agreed():
@@ -85,6 +86,14 @@ class Trainer:
         plan = self._built.plan
         other = "" if manifest.work_hash == plan.work_hash else ", with another model, workload or recipe than before"
         self._say("resume", f"{folder.name}{other}")
+
+    def reserve(self) -> None:
+        """Have the memory for copies of the state before the first step, so that no save waits for it."""
+        if self._built.run.step_index + self._options.save_every >= self._built.plan.recipe.steps:
+            return  # the only save is the one at the end, where nothing waits
+        no_copies = self._saver.reserve(self._built.run)
+        if no_copies:
+            self._say("saves", no_copies)
 
     def step(self) -> None:
         """One optimizer step and what is due after it."""
@@ -136,6 +145,7 @@ class Trainer:
         self._saver.save(run, self._built.loader.samples, self._versions)
         self._saved = run.step_index
         self._span(run.step_index - 1, "checkpoint", (start, now_ns()))
+        self._say("saves", f"step {run.step_index}: training stood still for {self._saver.stall_seconds:.2f} s")
         self._built.recorder.begin()
 
     def _tell_problems(self) -> None:
