@@ -33,6 +33,7 @@ from fullstride.engine.parallel.carrier import Carrier
 from fullstride.engine.parallel.shard import carry
 from fullstride.engine.pipeline.build import Stages, cut_to_stages, executor_of
 from fullstride.engine.pipeline.executor import Executor
+from fullstride.engine.pipeline.splitting import split_backward
 from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders
 from fullstride.errors import RuleBroken
 from fullstride.plan.plan import Plan
@@ -70,17 +71,23 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     _refuse(model, anatomy, plan, device)
     stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
     anatomy = stages.cut.anatomy if stages else anatomy
-    apply_recompute(model, anatomy, plan.recompute)
     compiled = plan.compile.mode == "block"
-    if compiled:
+    # Products whose backward is split are left out of compiled code, which recomputation cannot have inside itself then.
+    inside = not (stages and stages.splits)
+    if compiled and not inside:
+        compile_blocks(model, anatomy)
+    apply_recompute(model, anatomy, plan.recompute)
+    if compiled and inside:
         compile_blocks(model, anatomy)
     head = None
     if plan.loss.kind == "chunked" and (anatomy.head or not stages):
         wide = TORCH_DTYPE[plan.precision.loss]
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
     parts = units(model, anatomy)
-    maker = _Maker(model, parts, plan, device)
+    maker = _Maker(model, parts, plan, mesh, stages)
     carrier = carry(model, parts, plan, mesh, maker.make)
+    if stages and stages.splits:
+        split_backward(module for unit in parts if unit.name != "root" for module in unit.modules)
     uncounted = {stages.cut.tied} if stages and not stages.cut.counts_tied else set()
     weights = carrier.weights(model, plan, maker.roles, maker.shapes, uncounted)
     if weights.cast:
@@ -101,15 +108,18 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
 class _Maker:
     """Gives units their weights, each parameter once."""
 
-    def __init__(self, model: nn.Module, parts: tuple[Unit, ...], plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, parts: tuple[Unit, ...], plan: Plan, mesh: Mesh, stages: Stages | None) -> None:
         self._model = model
         self._plan = plan
-        self._device = device
+        self._device = mesh.device
+        self._stages = stages
+        self._copies = mesh.group("dp_replicate", "dp_shard", "tp")
         self._places = places_of(model)
         self._old = dict(zip((unit.name for unit in parts), parameters_by_unit(parts), strict=True))
         folder = weights_directory(plan.model.source)
-        base = getattr(model, "base_model_prefix", "")
-        self._files = WeightFiles(folder, f"{base}." if base else "") if folder else None
+        self._files = WeightFiles(folder, model) if folder else None
+        if self._files:
+            self._files.load_buffers(model)
         self.shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self.roles: dict[int, Role] = {}
 
@@ -125,8 +135,16 @@ class _Maker:
         for param in made.values():
             if id(param) in fresh and self._files is not None:
                 self._files.load([name for _, _, name in self._places[id(param)]], param)
-            elif id(param) not in fresh and dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(param.data, src=0)  # the user's own values: all ranks start from rank 0's
+            elif id(param) not in fresh:
+                self._share(param)
+
+    def _share(self, param: nn.Parameter) -> None:
+        """The user's own values: all ranks that hold them start from those of the first."""
+        if self._copies is not None:
+            dist.broadcast(param.data, group=self._copies, group_src=0)
+        stages = self._stages
+        if stages and stages.tied and stages.cut.tied in [name for _, _, name in self._places[id(param)]]:
+            dist.broadcast(param.data, group=stages.tied, group_src=0)
 
 
 def _refuse(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.device) -> None:

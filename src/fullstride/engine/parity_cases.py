@@ -66,6 +66,8 @@ class Case(Value, frozen=True, kw_only=True):
     tied: bool
     seed: int
     plan: Plan
+    layers: int = 3
+    """Blocks of the model."""
 
     @property
     def vocab(self) -> int:
@@ -119,8 +121,9 @@ def model_of(case: Case) -> nn.Module:
     """The unmodified model of a case, parameters on meta."""
     if case.family == "plain":
         with parameters_on_meta():
-            return PlainModel(tied=case.tied)
-    return from_config({**FAMILIES[case.family], "tie_word_embeddings": case.tied}, case.family)
+            return PlainModel(depth=case.layers, tied=case.tied)
+    layers: dict[str, Any] = {name: case.layers for name in ("num_hidden_layers", "n_layer") if name in FAMILIES[case.family]}
+    return from_config({**FAMILIES[case.family], **layers, "tie_word_embeddings": case.tied}, case.family)
 
 
 def make_case(
@@ -143,6 +146,7 @@ def make_case(
     chunks: int = 1,
     layers_per_stage: tuple[int, ...] = (),
     micro_batch_per_stage: tuple[int, ...] = (),
+    layers: int = 3,
 ) -> Case:
     """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
     carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
@@ -171,8 +175,8 @@ def make_case(
     name += f" {carrier} accumulation={accumulation} recompute={recompute.mode}/{recompute.every} loss={loss.kind}"
     name += f" {dtype} reshard={sorted((reshard or {}).items())} seed={seed}"
     if pp > 1:
-        name += f" pp={pp} {schedule} chunks={chunks} layers={layers_per_stage} sizes={micro_batch_per_stage}"
-    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan)
+        name += f" pp={pp} {schedule} chunks={chunks} layers={layers_per_stage or layers} sizes={micro_batch_per_stage}"
+    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers)
 
 
 def draw_cases(rng: random.Random, count: int, ranks: int) -> tuple[Case, ...]:

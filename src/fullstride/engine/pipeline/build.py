@@ -30,6 +30,11 @@ class Stages:
     tied: dist.ProcessGroup | None
     """The two ranks that share a tied weight; None unless this rank is one of them."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of inputs and of weights are made at different times."""
+        return any(action.kind == "input_grad" for action in self.schedule.actions)
+
 
 def cut_to_stages(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Mesh) -> Stages:
     """Cut a model, in place; collective.

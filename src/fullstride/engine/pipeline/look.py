@@ -84,19 +84,7 @@ def look(model: nn.Module, anatomy: Anatomy) -> Look:
         BadInput: the model does not run there, or its blocks are no plain chain: something stands between two of them, or
             hands a block more than the hidden state of the one before and what tokens' positions decide.
     """
-    twin = _twin(model)
-    watch = _Watch(twin, anatomy)
-    try:
-        args, kwargs = meta_inputs(model)
-        twin(*args, **kwargs)
-    except FullstrideError:
-        raise
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise BadInput(
-            f"{type(model).__name__} cannot be cut into stages: called on meta it ends with {type(error).__name__}: {line}",
-            fix=_FIX,
-        ) from error
+    twin, watch = _watched(model, anatomy)
     if [path for path in watch.order if path in anatomy.blocks] != list(anatomy.blocks):
         raise BadInput(f"{type(model).__name__} does not call its {len(anatomy.blocks)} blocks once each, in order", fix=_FIX)
     form = _chain(watch, anatomy)
@@ -112,6 +100,24 @@ def look(model: nn.Module, anatomy: Anatomy) -> Look:
         before={path: watch.widths[path] for path in dict.fromkeys(before)},
         after=tuple(dict.fromkeys(after)),
     )
+
+
+def _watched(model: nn.Module, anatomy: Anatomy) -> tuple[nn.Module, _Watch]:
+    """Call a copy; in bf16 where it will not be called in its own dtypes (grouped products on meta take nothing else)."""
+    args, kwargs = meta_inputs(model)
+    said = ""
+    for dtype in (None, torch.bfloat16):
+        twin = _twin(model, dtype)
+        watch = _Watch(twin, anatomy)
+        try:
+            twin(*args, **kwargs)
+        except FullstrideError:
+            raise
+        except Exception as error:
+            said = said or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        else:
+            return twin, watch
+    raise BadInput(f"{type(model).__name__} cannot be cut into stages: called on meta it ends with {said}", fix=_FIX)
 
 
 def _chain(watch: _Watch, anatomy: Anatomy) -> Form:
@@ -148,10 +154,10 @@ def _all_called(twin: nn.Module, anatomy: Anatomy, called: set[str]) -> None:
             raise BadInput(f"{where[0]} belongs to no module that is called, so no stage can be told to own it", fix=_FIX)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy on meta whose parameters want gradients, so that what depends on them can be told."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
+        empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
         memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo).eval()

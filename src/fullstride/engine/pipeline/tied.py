@@ -12,10 +12,13 @@ _made: dict[tuple[int, tuple[int, int]], dist.ProcessGroup] = {}
 
 
 def tied_group(mesh: Mesh, placement: Placement) -> dist.ProcessGroup | None:
-    """The two ranks that hold the first and the last stage of this rank's pipeline; None if this rank is neither.
+    """The two ranks that hold the first and the last stage of this rank's pipeline; None if this rank is neither,
+    or if they are one.
 
     Collective: groups are made for all pipelines.
     """
+    if placement.home(0)[0] == placement.home(placement.num_stages - 1)[0]:
+        return None  # one rank holds both: its backwards add up by themselves
     first, last = placement.home(0)[0], placement.home(placement.num_stages - 1)[0]
     found = None
     for members in mesh.sets("pp"):
