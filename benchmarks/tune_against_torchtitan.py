@@ -61,8 +61,8 @@ def peer(model, num_gpus, out, when, seq):
 
 def ours(model, out, arguments):
     """The loop, as its user runs it."""
-    command = [sys.executable, "-m", "fullstride", "tune", model, "--seq", str(arguments.seq)]
-    command += ["--minutes", str(arguments.minutes), "-o", str(out / "tune"), *arguments.options]
+    work = ["--baseline", str(arguments.baseline)] if arguments.baseline else [model, "--seq", str(arguments.seq)]
+    command = [sys.executable, "-m", "fullstride", "tune", *work, "--minutes", str(arguments.minutes), "-o", str(out / "tune")]
     if (out / "tune" / "ladder.json").exists():
         command.append("--resume")
     code = subprocess.run(command, env=environment(), check=False).returncode
@@ -128,7 +128,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stage", choices=["all", "before", "tune", "after", "record"], default="all")
-    parser.add_argument("options", nargs="*", help="more options for `fullstride tune`, after --")
+    parser.add_argument("--baseline", type=Path, help="a plan to start from, as `fullstride tune --baseline` takes it")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     stages = ["before", "tune", "after", "record"] if arguments.stage == "all" else [arguments.stage]
