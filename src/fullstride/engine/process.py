@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fullstride import __version__
 from fullstride.engine.channel import Channel, open_channel
 from fullstride.errors import BadInput
 from fullstride.events import now_ns
@@ -23,7 +24,7 @@ from fullstride.files import write_bytes
 from fullstride.plan.plan import Plan
 from fullstride.rundir import RunDir
 
-_PACKAGES = ("fullstride", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _PINGS = 7
 _cuda: Any = torch.cuda  # untyped
 
@@ -125,7 +126,7 @@ def _ping(rank: int, other: int, group: dist.ProcessGroup) -> int:
 
 def versions(device: torch.device) -> dict[str, str]:
     """Versions of what takes part, by name."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    found = {"python": platform.python_version(), "system": platform.platform(), "fullstride": __version__}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
