@@ -1,13 +1,15 @@
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fullstride.engine.build import from_config
+from fullstride.engine.build import build_model, from_config
+from fullstride.engine.data.tokenise import BYTE_BOS, BYTE_EOS, ByteTokenizer
 from fullstride.engine.export import export
 from fullstride.engine.run import prepare
 from fullstride.errors import BadInput, EnvironmentFault
@@ -26,10 +28,39 @@ PLAN = Plan(
 )
 
 
+MOE = {
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+DIRECTORIES = {
+    **CONFIGS,
+    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 16, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
+    "deepseek_v3": {
+        **MOE,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+"""Models as transformers itself saves them, mixtures with an expert a tensor among them."""
+
+
 def config_of(kind):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return {"model_type": kind, "vocab_size": 61, **(dropout if kind == "gpt2" else sizes), **CONFIGS[kind]}
+    return {"model_type": kind, "vocab_size": 61, **(dropout if kind == "gpt2" else sizes), **DIRECTORIES[kind]}
 
 
 def ids():
@@ -74,6 +105,52 @@ def test_the_tokenizer_comes_along(tmp_path):
     copied = {p.name for p in (tmp_path / "model").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= copied
     assert "notes.txt" not in copied
+
+
+def saved_by_transformers(kind, folder):
+    """A bf16 directory with random values everywhere, buffers included."""
+    content = config_of(kind)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(content.pop("model_type"), **content))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point() and b.ndim < 2)):
+            value.copy_(torch.rand(value.shape))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def weights_in(folder):
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_directory_comes_back_bit_for_bit_when_no_step_was_taken(kind, tmp_path):
+    source = saved_by_transformers(kind, tmp_path / "source")
+    plan = msgspec.structs.replace(PLAN, model=ModelRef(source=source))
+    run = prepare(build_model(source), plan, device="cpu")
+    export(run, tmp_path / "model")
+    wanted, found = weights_in(source), weights_in(tmp_path / "model")
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name], value), name
+    run.step({"input_ids": ids(), "labels": ids()})
+    export(run, tmp_path / "trained", dtype="fp32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids()).logits, run.module.eval()(ids()).logits)
+
+
+def test_the_byte_tokenizer_is_written_so_that_transformers_reads_it(tmp_path):
+    export(trained(from_config(config_of("llama"), "llama")), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in ("plain text\n  and more", "öäü € 你好 \x00\t", "".join(chr(c) for c in range(300))):
+        assert tokenizer.encode(text) == ByteTokenizer().encode(text).tolist()
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BYTE_BOS, BYTE_EOS)
 
 
 class Block(nn.Module):

@@ -1,5 +1,6 @@
-"""The trained model as a Hugging Face directory, gathered one parameter at a time.
+"""The trained model as a Hugging Face directory, gathered one parameter at a time, from whatever layout.
 
+Files hold the names and the arrangement in which transformers itself would save the model (`engine/saved_form.py`).
 A model that is not transformers' own gets its weights as plain safetensors and a note that says how to load them.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +17,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fullstride.engine.data.tokenise import BYTES, TOKENIZER_FILES
+from fullstride.engine.build import weights_directory
+from fullstride.engine.data.tokenise import BYTES, TOKENIZER_FILES, write_byte_tokenizer
+from fullstride.engine.gathering import Gathering
+from fullstride.engine.load_weights import stored_dtypes
+from fullstride.engine.pieces import Piece
+from fullstride.engine.saved_form import SavedForm
 from fullstride.errors import BadInput, EnvironmentFault
 from fullstride.files import write_bytes
 from fullstride.plan.plan import DType, Plan
@@ -51,8 +57,17 @@ class Exportable(Protocol):
         """The user's model, without a wrapper."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Live tensors under `weights/NAME` and other kinds."""
+        ...
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where their local elements lie in the unmodified model, by NAME."""
         ...
 
 
@@ -66,13 +81,14 @@ def refuse_existing(folder: Path) -> None:
         raise BadInput(f"export folder {str(folder)!r} is not empty", fix="choose another folder, or remove it")
 
 
-def export(run: Exportable, folder: Path, *, dtype: DType = "fp32", shard_bytes: int = SHARD_BYTES) -> None:
+def export(run: Exportable, folder: Path, *, dtype: DType | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model's weights for others to use; called by all ranks, written by rank 0, whole or not at all.
 
     Args:
         run: in any layout.
         folder: made; must not exist or be empty.
-        dtype: of the floating-point weights in the files; the masters' own fp32 loses nothing.
+        dtype: of the floating-point weights in the files. None: for each tensor that of the model directory which training
+            began with, so that a model which took no step comes out bit for bit; from scratch the masters' own.
         shard_bytes: largest file.
 
     Raises:
@@ -87,9 +103,10 @@ def export(run: Exportable, folder: Path, *, dtype: DType = "fp32", shard_bytes:
         if first:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
-        problem = _write_weights(_weights(run, TORCH_DTYPE[dtype]), building, shard_bytes, write=first)
+        dtypes = _dtypes(run, dtype)
+        problem = _write_weights(_weights(run, dtypes), building, shard_bytes, write=first)
         if first and not problem:
-            _write_rest(run, building, dtype)
+            _write_rest(run, building, dtypes.usual)
             if folder.exists():
                 folder.rmdir()
             building.rename(folder)
@@ -111,23 +128,45 @@ def _from_first(problem: str) -> str:
     return told[0]
 
 
-def _weights(run: Exportable, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors on the host, one after the other; every rank must take every one, because gathering is collective."""
-    names = set()
-    for key, value in run.state().items():
-        kind, _, name = key.partition("/")
-        if kind == "weights":
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            names.add(name)
-            yield name, _copied(whole, dtype)
+@dataclass(frozen=True)
+class _Dtypes:
+    """In which dtype a floating-point tensor is written."""
+
+    usual: torch.dtype
+    named: dict[str, torch.dtype]
+
+    def of(self, name: str, value: Tensor) -> torch.dtype:
+        return self.named.get(name, self.usual) if value.is_floating_point() else value.dtype
+
+
+def _dtypes(run: Exportable, asked: DType | None) -> _Dtypes:
+    if asked:
+        return _Dtypes(TORCH_DTYPE[asked], {})
+    source = weights_directory(run.plan.model.source)
+    named = stored_dtypes(source) if source else {}
+    floating = [dtype for dtype in named.values() if dtype.is_floating_point]
+    usual = max(set(floating), key=floating.count) if floating else TORCH_DTYPE[run.plan.precision.master]
+    return _Dtypes(usual, named)
+
+
+def _weights(run: Exportable, dtypes: _Dtypes) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors on the host of rank 0, as the files have them, one parameter of the model after the other.
+
+    Every rank must run it to its end, because gathering is collective; the others get nothing.
+    """
+    held = {key.removeprefix("weights/"): value for key, value in run.state().items() if key.startswith("weights/")}
+    pieces = run.pieces()
     for name, value in _persistent_buffers(run.module):
-        if name not in names:
-            yield name, _copied(value, dtype)
-
-
-def _copied(value: Tensor, dtype: torch.dtype) -> Tensor:
-    value = value.detach()
-    return value.to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True).contiguous()
+        if name not in held:
+            held[name], pieces[name] = value, Piece(name=name, shape=tuple(value.shape))
+    gathering = Gathering(pieces, run.device)
+    kinds = gathering.dtypes({name: value.dtype for name, value in held.items()})
+    form = SavedForm(run.module)
+    for name in gathering.names:
+        whole = gathering.whole(name, held.get(name), kinds[name], on_all=False)
+        if whole is not None:
+            for saved, value in form.in_files(name, whole.cpu()).items():
+                yield saved, value.to(dtypes.of(saved, value), copy=True).contiguous()
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -188,20 +227,22 @@ def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
     write_bytes(folder / "model.safetensors.index.json", json.dumps(content, indent=2).encode() + b"\n")
 
 
-def _write_rest(run: Exportable, folder: Path, dtype: DType) -> None:
+def _write_rest(run: Exportable, folder: Path, dtype: torch.dtype) -> None:
     """Configuration and tokenizer, or the note."""
     module: Any = run.module
     if not hasattr(module, "config") or not hasattr(module.config, "to_dict"):
         write_bytes(folder / "README.md", _NOTE.encode())
         return
-    config = {**module.config.to_dict(), "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    config = {**module.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
     config["architectures"] = [_class_name(module)]
     config["use_cache"] = True
     write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True, default=str).encode() + b"\n")
     if getattr(module, "generation_config", None) is not None:
         module.generation_config.save_pretrained(folder)
     source = run.plan.workload.tokenizer
-    if source != BYTES:
+    if source == BYTES:
+        write_byte_tokenizer(folder)
+    else:
         home = Path(source) if Path(source).is_dir() else Path(source).parent
         names = TOKENIZER_FILES if Path(source).is_dir() else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         for name in names:

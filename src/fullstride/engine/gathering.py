@@ -77,6 +77,14 @@ class Gathering:
                 fill(made, held.piece, flat)
         return made
 
+    def dtypes(self, local: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtype of every parameter, from the first rank that says one; called by all ranks."""
+        everybody = [dict(local)]
+        if not self._alone:
+            everybody *= dist.get_world_size(self._group)
+            dist.all_gather_object(everybody, dict(local), group=self._group)
+        return {name: dtype for said in reversed(everybody) for name, dtype in said.items()}
+
     def all(self, local: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter that some rank has an entry for, whole, on all ranks; to be run to its end by all of them."""
         there = [set(local)]

@@ -2,76 +2,124 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
+from fullstride.engine.saved_form import SavedForm
 from fullstride.errors import BadInput
 
 
 class WeightFiles:
-    """The tensors of a model directory by name.
+    """The tensors of a model directory, under the names that the model gives them.
 
     Raises:
-        BadInput: the folder holds no safetensors, or an index that cannot be read.
+        BadInput: the folder holds no safetensors, or an index or file that cannot be read.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        """Read the names only. `prefix`: of the base model (`transformer.`), which some directories leave out."""
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        """Read names and shapes only.
+
+        Args:
+            folder: with `*.safetensors`.
+            model: that the weights are for.
+        """
+        base = getattr(model, "base_model_prefix", "")
+        self._prefix = f"{base}." if base else ""  # which some directories leave out
         self._folder = folder
-        self._prefix = prefix
-        self._where = _index(folder)
+        self._form = SavedForm(model)
+        self._files = _index(folder)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(set(self._files.values())):
+            with _opened(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+        missing = next((name for name in self._files if name not in shapes), None)
+        if missing:
+            raise BadInput(f"{self._files[missing]}: lacks {missing}, which the index places there", fix="fetch it again")
+        self._made_of = self._form.in_memory(shapes)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor in the folder."""
-        return tuple(self._where)
-
-    def load(self, names: list[str], into: torch.Tensor) -> None:
+    def load(self, names: list[str], into: Tensor) -> None:
         """Copy the tensor that stands under the first of `names` that exists.
 
         Raises:
             BadInput: none exists, the shape differs, or the file is damaged.
         """
-        short = [name.removeprefix(self._prefix) for name in names if self._prefix]
-        found = next((name for name in (*names, *short) if name in self._where), None)
+        found = self._found(names)
         if found is None:
             raise BadInput(
-                f"{self._folder}: has no tensor {names[0]!r} (it has {', '.join(list(self._where)[:3])}, ...)",
+                f"{self._folder}: has no tensor {names[0]!r} (it has {', '.join(list(self._made_of)[:3])}, ...)",
                 fix="give a directory that was saved for this architecture",
             )
-        path = self._where[found]
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensor = file.get_tensor(found)
-        except (SafetensorError, OSError) as error:
-            raise BadInput(f"{path}: cannot be read ({error})", fix="fetch or save it again") from None
+        parts = self._made_of[found]
+        tensor = self._form.join(found, parts, self._read)
         if tensor.shape != into.shape:
             raise BadInput(
-                f"{path}: {found} has shape {tuple(tensor.shape)}, the model needs {tuple(into.shape)}",
+                f"{self._files[parts[0]]}: {found} has shape {tuple(tensor.shape)}, the model needs {tuple(into.shape)}",
                 fix="use the config.json that belongs to these weights",
             )
         with torch.no_grad():
             into.copy_(tensor)
 
+    def load_buffers(self, model: nn.Module) -> None:
+        """Fill the buffers that the model saves with its weights (a router's bias, say), where the files hold them."""
+        saved = model.state_dict(keep_vars=True)
+        for name, buffer in model.named_buffers():
+            if name in saved and self._found([name]):
+                self.load([name], buffer)
+
+    def _found(self, names: list[str]) -> str | None:
+        short = [name.removeprefix(self._prefix) for name in names if self._prefix]
+        return next((name for name in (*names, *short) if name in self._made_of), None)
+
+    def _read(self, name: str) -> Tensor:
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in a model directory, by its name there.
+
+    Raises:
+        BadInput: it holds no safetensors, or a file cannot be read.
+    """
+    found: dict[str, torch.dtype] = {}
+    for path in sorted(set(_index(folder).values())):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                part = file.get_slice(name)
+                found[name] = (part[:0] if part.get_shape() else file.get_tensor(name)).dtype
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path}: cannot be read ({error})", fix="fetch or save it again") from None
+
 
 def _index(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
             table = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            return {name: folder / file for name, file in table.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise BadInput(f"{index}: is not an index of safetensors", fix="save the directory again") from None
-        return {name: folder / file for name, file in table.items()}
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                found.update(dict.fromkeys(file.keys(), path))
-        except (SafetensorError, OSError) as error:
-            raise BadInput(f"{path}: cannot be read ({error})", fix="fetch or save it again") from None
+        with _opened(path) as file:
+            found.update(dict.fromkeys(file.keys(), path))
     if not found:
         raise BadInput(f"{folder}: holds no safetensors", fix="give a model directory with weights")
     return found

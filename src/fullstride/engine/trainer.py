@@ -35,7 +35,8 @@ class TrainOptions:
     eval_steps: int = 16
     """Batches of one held-out loss, as far as there is data."""
     export: str = ""
-    export_dtype: DType = "fp32"
+    export_dtype: DType | None = None
+    """None: that of the model directory which training began with, else the masters' own."""
 
 
 def train(plan: Plan, options: TrainOptions, place: Place, out: Writer) -> Literal["done", "signal"]:

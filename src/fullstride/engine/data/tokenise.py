@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -12,9 +13,11 @@ import numpy.typing as npt
 
 from fullstride.engine.data.readers import Example, Part
 from fullstride.errors import BadInput
+from fullstride.files import write_bytes
 
 BYTES = "bytes"
 BYTE_BOS, BYTE_EOS, BYTE_VOCABULARY = 256, 257, 258
+_BYTE_SPECIAL = ("<|begin|>", "<|end|>")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -83,6 +86,33 @@ class ByteTokenizer:
     def render(self, messages: tuple[dict[str, str], ...], *, answer_next: bool) -> str:
         """Each turn is `<|role|>`, a line break, the content, a line break."""
         return _plain_chat(messages, answer_next)
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write `bytes` as `tokenizer.json` and `tokenizer_config.json`, so that transformers gives text the same ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _byte_letters()
+    made = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _BYTE_SPECIAL])
+    made.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _BYTE_SPECIAL[0],
+        "eos_token": _BYTE_SPECIAL[1],
+        "clean_up_tokenization_spaces": False,
+    }
+    write_bytes(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode() + b"\n")
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that stands for each byte in byte-level vocabularies, as GPT-2's code assigns them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
 
 
 class FileTokenizer:
