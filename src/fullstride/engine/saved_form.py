@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class SavedForm:
 
     def __init__(self, model: nn.Module) -> None:
         """Look the model's conversions up."""
-        self._model: Any = model
+        self._model = cast(Any, model)
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
         if hasattr(model, "config") and hasattr(model, "base_model_prefix"):
