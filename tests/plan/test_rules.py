@@ -132,6 +132,11 @@ CASES = {
         {**TWO, "layout": Layout(dp_replicate=2, dp_shard=2), "batch": Batch(micro_batch=2)},
         "layout.dp_shard = 1",
     ),
+    "shard.flat": (
+        {"shard": Shard(carrier="flat")},
+        {**TWO, "shard": Shard(carrier="flat", stage=2)},
+        "flat with shard.stage = 0 and layout.dp_shard = 1",
+    ),
     "shard.reshard_stage": (fsdp(stage=2, reshard={"blocks": False}), fsdp(reshard={"blocks": False}), "at stage 2"),
     "shard.reshard_names": (fsdp(reshard={"model.layers.4": True}), fsdp(reshard={"model.layers.3": True}), "no such block"),
     "pipeline.none": ({"layout": Layout(pp=2)}, pipe("1f1b"), "pipeline.schedule = 'none' with layout.pp = 2"),

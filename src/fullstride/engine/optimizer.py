@@ -69,8 +69,12 @@ class AdamW(torch.optim.Optimizer):
         # One vector, one view a parameter: a single kernel sets them all.
         self._counts = torch.zeros(len(weights.params), device=device)
         for index in trainable:
-            master = weights.masters[index]
-            self.state[master] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            first, second = self._zero_moments(index)
+            self.state[weights.masters[index]] = {"exp_avg": first, "exp_avg_sq": second}
+
+    def _zero_moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        master = self._weights.masters[index]
+        return torch.zeros_like(master), torch.zeros_like(master)
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """`exp_avg` and `exp_avg_sq` of parameter `index`, live; None if it is frozen."""
@@ -102,8 +106,7 @@ class AdamW(torch.optim.Optimizer):
             divisor: scalar on the device by which gradients are divided first.
             found_inf: scalar on the device; 1 leaves weights and moments as they are.
         """
-        if self._implementation != "fused" and found_inf is not None and bool(found_inf):
-            self.num_steps += 1  # the plain implementations cannot skip on the device: this waits for it
+        if self._cannot_skip(found_inf):
             return
         self._counts.fill_(self.num_steps)
         counts = self._counts.unbind()
@@ -111,6 +114,12 @@ class AdamW(torch.optim.Optimizer):
             for piece in self._pieces(members):
                 self._update_piece(group, piece, counts, divisor, found_inf)
         self.num_steps += 1
+
+    def _cannot_skip(self, found_inf: torch.Tensor | None) -> bool:
+        """Whether this step is void and was skipped here: plain implementations cannot do it on the device, so they wait."""
+        void = self._implementation != "fused" and found_inf is not None and bool(found_inf)
+        self.num_steps += void
+        return void
 
     def _pieces(self, members: list[int]) -> Iterator[list[int]]:
         """Parameters that have a gradient, all at once or, where it must be widened, some at a time."""
@@ -140,6 +149,22 @@ class AdamW(torch.optim.Optimizer):
         found = [weights.gradient(i) for i in piece]
         grads = [g.to(m.dtype) for g, m in zip(found, masters, strict=True) if g is not None]
         states = [self.state[weights.masters[i]] for i in piece]
+        firsts, seconds = [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states]
+        self._kernel(group, masters, grads, firsts, seconds, [counts[i] for i in piece], divisor, found_inf)
+        weights.publish(piece)
+
+    def _kernel(
+        self,
+        group: dict[str, Any],
+        masters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        firsts: list[torch.Tensor],
+        seconds: list[torch.Tensor],
+        counts: list[torch.Tensor],
+        divisor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """One call of torch's AdamW on plain tensors of one dtype, `grads` to be divided first."""
         # The fused kernel takes its scale in fp32: in fp64 that would round.
         inside = self._implementation == "fused" and masters[0].dtype == torch.float32
         if divisor is not None and not inside:
@@ -147,10 +172,10 @@ class AdamW(torch.optim.Optimizer):
         adamw(
             masters,
             grads,
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            firsts,
+            seconds,
             [],
-            [counts[i] for i in piece],
+            counts,
             foreach=self._implementation == "foreach",
             fused=self._implementation == "fused",
             grad_scale=divisor.float() if divisor is not None and inside else None,
@@ -163,4 +188,3 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        weights.publish(piece)

@@ -201,8 +201,6 @@ class Run:
     def _update(self) -> tuple[torch.Tensor, float]:
         """Clip, step, forget gradients."""
         recipe, optimizer = self.plan.recipe, self._applied.optimizer
-        found = [self._weights.gradient(index) for index in range(len(self._weights.params))]
-        counted = [grad for grad, piece in zip(found, self._weights.pieces, strict=True) if grad is not None and piece.counted]
         holders: tuple[Axis, ...] = ("dp_shard", "tp", "pp") if self.plan.shard.stage else ("tp", "pp")
         norm = global_norm(self._weights.counted(), self._mesh.group(*holders), self.device)
         divisor = None

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from fullstride.files import FileValue, Value, digest
 
 DType: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
-Carrier: TypeAlias = Literal["none", "ddp", "fsdp2", "megatron", "deepspeed"]
+Carrier: TypeAlias = Literal["none", "ddp", "fsdp2", "flat", "megatron", "deepspeed"]
 RecomputeChoice: TypeAlias = Literal["keep", "recompute"]
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 Schedule: TypeAlias = Literal["none", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"]
@@ -109,8 +109,8 @@ class Shard(Value, frozen=True, kw_only=True):
     """ZeRO, and who carries it out."""
 
     carrier: Carrier = "none"
-    """`none` for one rank, `ddp` (torch DistributedDataParallel), `fsdp2` (torch fully_shard); `megatron` and `deepspeed` are
-    other frameworks' own, which fullstride prices and does not run."""
+    """`none` for one rank, `ddp` (torch DistributedDataParallel), `fsdp2` (torch fully_shard), `flat` (fullstride's own
+    ZeRO on flat buffers); `megatron` and `deepspeed` are other frameworks' own, which fullstride prices and does not run."""
     stage: Literal[0, 1, 2, 3] = 0
     """0 replicates all; 1 shards optimizer states, 2 also gradients, 3 also weights."""
     reshard: dict[str, bool] = {}

@@ -40,7 +40,7 @@ FIELD_COMMENTS = {
     ("workload", "documents"): "across | separate: may packed documents attend across their borders",
     ("recipe", "clip_norm"): "0 leaves gradients as they are",
     ("recipe", "schedule"): "constant | linear | cosine",
-    ("shard", "carrier"): "none (one rank) | ddp | fsdp2",
+    ("shard", "carrier"): "none (one rank) | ddp | fsdp2 | flat",
     ("shard", "stage"): "0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights",
     ("recompute", "mode"): "none | norm_activation | full",
     ("recompute", "every"): "recompute one block in this many",

@@ -1,14 +1,14 @@
 """Data parallelism and ZeRO: who holds what, who sums what.
 
-`ddp`: torch's DistributedDataParallel. `fsdp2`: torch's fully_shard, a block at a time. Stages after ZeRO (Rajbhandari et al.,
-2020): 1 shards optimizer states and sums gradients once a step, 2 shards gradients as each micro-batch makes them, 3 also
-frees weights after use. Both carriers average over the data-parallel ranks; the loss scale makes up for it.
+`ddp`: torch's DistributedDataParallel. `fsdp2`: torch's fully_shard, a block at a time. `flat`: this project's own buffers.
+Stages after ZeRO (Rajbhandari et al., 2020): 1 shards optimizer states and sums gradients once a step, 2 shards gradients as
+each micro-batch makes them, 3 also frees weights after use. All average over the data-parallel ranks; the loss scale makes up
+for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,30 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullstride.engine.anatomy import Unit
 from fullstride.engine.mesh import Mesh
+from fullstride.engine.parallel.carrier import Carrier as Carrier
+from fullstride.engine.parallel.carrier import Make
+from fullstride.engine.parallel.flat import carry_flat
+from fullstride.engine.parallel.resharding import reshards
 from fullstride.engine.precision import TORCH_DTYPE, compute_dtype
 from fullstride.plan.plan import Plan
-
-Make = Callable[[Unit], None]
-"""Gives a unit's weights memory and values."""
-
-
-class Carrier:
-    """A model laid over data-parallel ranks.
-
-    Attributes:
-        module: what is called for a forward.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Hold the module."""
-        self.module = module
-
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Stands around forward and backward of a micro-batch; gradients are whole after the last one."""
-        return contextlib.nullcontext()
-
-    def reshard(self) -> None:
-        """Free gathered weights, so that the next forward gathers the current ones."""
 
 
 class _Ddp(Carrier):
@@ -85,6 +67,8 @@ def carry(model: nn.Module, units: tuple[Unit, ...], plan: Plan, mesh: Mesh, mak
     """
     device = mesh.device
     _move_buffers(model, device)
+    if plan.shard.carrier == "flat":
+        return carry_flat(model, units, plan, mesh, make)
     if plan.shard.carrier == "fsdp2":
         return _fsdp(model, units, plan, mesh, make)
     for unit in units:
@@ -122,19 +106,6 @@ def _fsdp(model: nn.Module, units: tuple[Unit, ...], plan: Plan, mesh: Mesh, mak
     carrier = _Fsdp(model)
     carrier.stage = plan.shard.stage
     return carrier
-
-
-def reshards(unit: Unit, plan: Plan) -> bool:
-    """Whether a unit's weights are freed after forward: by its path, else by its group, else by the stage."""
-    if plan.shard.stage < 3:
-        return False
-    groups = {"embedding": ("embedding",), "block": ("blocks",), "head": ("head", "embedding")}[unit.role]
-    if unit.name == "head":
-        groups = ("head",)
-    for key in (unit.name, *unit.paths, *groups):
-        if key in plan.shard.reshard:
-            return plan.shard.reshard[key]
-    return True
 
 
 def _policy(unit: Unit, plan: Plan) -> MixedPrecisionPolicy:
