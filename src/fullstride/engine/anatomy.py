@@ -120,11 +120,12 @@ def _find_head(model: nn.Module, outside: list[tuple[str, nn.Module]], embedding
     return heads[-1] if heads else ""
 
 
-def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
+def units(model: nn.Module, anatomy: Anatomy, *, table_apart: bool = False) -> tuple[Unit, ...]:
     """The model cut into embedding, blocks, head (with the final norm) and the rest, in the order of execution.
 
     Tied embedding and head fall into the rest, whose weights stay together: they are one parameter. The last unit is the
-    root; its modules are the model itself, and what other units own does not belong to it.
+    root; its modules are the model itself, and what other units own does not belong to it. With `table_apart` a tied head is a
+    unit by itself: it is sharded as its other end is, which is a unit by itself on another pipeline stage.
     """
     get = model.get_submodule
     made: list[Unit] = []
@@ -134,6 +135,8 @@ def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
     if not anatomy.tied and anatomy.head:
         paths = tuple(path for path in (anatomy.final_norm, anatomy.head) if path)
         made.append(_unit("head", "head", paths, model))
+    if anatomy.tied and table_apart:
+        made.append(_unit("head", "head", (anatomy.head,), model))
     made.append(Unit(role="head", name="root", modules=(get(""),), paths=("",)))
     return tuple(made)
 

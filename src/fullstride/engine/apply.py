@@ -83,7 +83,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     if plan.loss.kind == "chunked" and (anatomy.head or not stages):
         wide = TORCH_DTYPE[plan.precision.loss]
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
-    parts = units(model, anatomy)
+    parts = units(model, anatomy, table_apart=bool(stages and stages.tied and plan.shard.carrier == "flat"))
     maker = _Maker(model, parts, plan, mesh, stages)
     carrier = carry(model, parts, plan, mesh, maker.make)
     if stages and stages.splits:
@@ -93,6 +93,8 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     if weights.cast:
         cast_at_borders(parts, plan.precision)
     optimizer = carrier.optimizer(weights, plan)
+    if stages:
+        stages.require_same_part(weights)
     return Applied(
         anatomy=anatomy,
         mesh=mesh,
@@ -101,7 +103,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         optimizer=optimizer,
         head=head,
         stages=stages,
-        executor=executor_of(stages, plan, mesh, carrier) if stages else None,
+        executor=executor_of(stages, plan, mesh, carrier, parts) if stages else None,
     )
 
 

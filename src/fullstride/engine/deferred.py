@@ -41,14 +41,25 @@ class Deferred:
         """Let a gradient wait."""
         self._waiting.append((weight, make))
 
-    def run(self) -> None:
-        """Compute what waits, in the order in which it came, and accumulate it."""
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Whose gradients wait, in the order in which they came."""
+        return [weight for weight, _ in self._waiting]
+
+    def run(self, made: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Compute what waits, in the order in which it came, and accumulate it.
+
+        Args:
+            made: called with each weight once its gradient has been accumulated.
+        """
         waiting, self._waiting = self._waiting, []
         for number, (weight, make) in enumerate(waiting):
             with torch.no_grad():
                 grad = make()
             waiting[number] = (weight, torch.Tensor)  # lets go of the inputs
             torch.autograd.backward((weight,), (grad,))
+            if made is not None:
+                made(weight)
 
 
 def gradient(weight: torch.Tensor, make: Make) -> torch.Tensor | None:

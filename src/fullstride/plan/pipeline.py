@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
+from fullstride.errors import RuleBroken
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost import comm, compute
 from fullstride.plan.cost.lanes import Held, again, host_seconds, recomputed
@@ -25,10 +26,11 @@ from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Pipeline, Plan
 from fullstride.plan.schedule.balance import balance_stages
+from fullstride.plan.schedule.checker import require_runnable
 from fullstride.plan.schedule.generators import generate
 from fullstride.plan.schedule.placement import placement_of
 from fullstride.plan.schedule.sizes import SizeChoice, choose_micro_batches
-from fullstride.plan.schedule.text import Schedule
+from fullstride.plan.schedule.text import Schedule, read_schedule
 from fullstride.plan.simulate import Durations, PipelineTimeline, StageDurations, simulate
 from fullstride.plan.stages import Stage, chunks_of, num_stages, stages_of
 
@@ -58,11 +60,30 @@ def plan_schedule(plan: Plan) -> Schedule:
     """What each pipeline rank does in one step.
 
     Raises:
-        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes.
+        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes, or the schedule file is for others.
+        BadInput: no such schedule file, or its content is none.
     """
     name, pp, chunks, samples = schedule_of(plan), plan.layout.pp, chunks_of(plan), samples_of(plan)
+    if plan.pipeline.schedule_file:
+        return _from_file(plan)
     actions = generate(name, pp, chunks, samples, sizes_of(plan))
     return Schedule(name=name, placement=placement_of(name, pp, chunks), samples=samples, actions=actions)
+
+
+def _from_file(plan: Plan) -> Schedule:
+    found = read_schedule(plan.pipeline.schedule_file)
+    wanted = placement_of(schedule_of(plan), plan.layout.pp, chunks_of(plan))
+    if found.placement != wanted or found.samples != samples_of(plan):
+        has, asked = (
+            f"pp {where.pp}, chunks {where.chunks}, placement {where.style}, samples {count}"
+            for where, count in ((found.placement, found.samples), (wanted, samples_of(plan)))
+        )
+        raise RuleBroken(
+            f"pipeline.schedule_file {plan.pipeline.schedule_file} has {has}, the plan {asked}",
+            fix="set layout.pp, pipeline.schedule, pipeline.chunks and the samples of a step to the file's",
+        )
+    require_runnable(found.actions, found.placement, found.samples)
+    return found
 
 
 def plan_timeline(plan: Plan, spec: ModelSpec, cluster: Cluster, *, record: bool = True) -> PipelineTimeline:

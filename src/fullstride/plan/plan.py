@@ -128,6 +128,9 @@ class Pipeline(Value, frozen=True, kw_only=True):
     """Blocks of each stage, first to last; empty for one stage."""
     micro_batch_per_stage: tuple[int, ...] = ()
     """Samples of a micro-batch on each stage; empty for `batch.micro_batch` on all."""
+    schedule_file: str = ""
+    """A file of actions that is run instead of what `schedule` generates, on the same ranks, chunks and samples; empty for
+    none."""
 
 
 class Batch(Value, frozen=True, kw_only=True):

@@ -7,14 +7,16 @@ import dataclasses
 import torch.distributed as dist
 from torch import nn
 
-from fullstride.engine.anatomy import Anatomy
+from fullstride.engine.anatomy import Anatomy, Unit
 from fullstride.engine.mesh import Mesh
-from fullstride.engine.parallel.shard import Carrier
+from fullstride.engine.parallel.carrier import Carrier
 from fullstride.engine.pipeline.cut import Cut
 from fullstride.engine.pipeline.exchange import Exchange
 from fullstride.engine.pipeline.executor import Executor, forward_only
+from fullstride.engine.pipeline.reducing import Reducing
 from fullstride.engine.pipeline.tied import tied_group
-from fullstride.engine.precision import TORCH_DTYPE
+from fullstride.engine.precision import TORCH_DTYPE, Weights
+from fullstride.errors import RuleBroken
 from fullstride.plan.pipeline import plan_schedule
 from fullstride.plan.plan import DType, Plan
 from fullstride.plan.schedule.checker import require_runnable
@@ -35,6 +37,23 @@ class Stages:
         """Whether gradients of inputs and of weights are made at different times."""
         return any(action.kind == "input_grad" for action in self.schedule.actions)
 
+    def require_same_part(self, weights: Weights) -> None:
+        """Let a tied weight pass of which both ranks hold the same part; collective among them.
+
+        Raises:
+            RuleBroken: they hold different parts, whose gradients cannot be summed.
+        """
+        if self.tied is None:
+            return
+        piece = weights.pieces[weights.names.index(self.cut.tied)]
+        found: list[object] = [None, None]
+        dist.all_gather_object(found, (piece.cut, piece.lo, piece.end), group=self.tied)
+        if found[0] != found[1]:
+            raise RuleBroken(
+                f"{self.cut.tied} is tied over two pipeline stages, and they shard it differently",
+                fix="use schedule zb-v, which puts both stages on one rank, or another carrier",
+            )
+
 
 def cut_to_stages(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Mesh) -> Stages:
     """Cut a model, in place; collective.
@@ -51,14 +70,25 @@ def cut_to_stages(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Mesh) ->
     """
     schedule = plan_schedule(plan)
     require_runnable(schedule.actions, schedule.placement, schedule.samples)
+    _require_carried(schedule, plan)
     rank = mesh.coordinate("pp")
     cut = Cut(model, anatomy, schedule.placement, rank, plan.pipeline.layers_per_stage, TORCH_DTYPE[_before_blocks(plan)])
     tied = tied_group(mesh, schedule.placement) if anatomy.tied else None
     return Stages(schedule=schedule, cut=cut, tied=tied if cut.tied else None)
 
 
-def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier) -> Executor:
-    """Connect the ranks; collective."""
+def _require_carried(schedule: Schedule, plan: Plan) -> None:
+    """What the rules refuse by a schedule's name is refused in a file too."""
+    split = next((action for action in schedule.actions if action.kind == "input_grad"), None)
+    if split and plan.shard.carrier == "fsdp2":
+        raise RuleBroken(
+            f"{split.text()} with shard.carrier = 'fsdp2', which takes weight gradients in the backward alone",
+            fix="use carrier flat, or whole backwards",
+        )
+
+
+def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier, units: tuple[Unit, ...]) -> Executor:
+    """Connect the ranks; collective. `units`: of this rank's model, with their weights made."""
     schedule = stages.schedule
     exchange = Exchange(
         mesh,
@@ -68,7 +98,7 @@ def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier) -> Exe
         TORCH_DTYPE[hidden_dtype(plan)],
         plan.comm.timeout_seconds,
     )
-    return Executor(schedule, mesh.coordinate("pp"), stages.cut, carrier, exchange)
+    return Executor(schedule, mesh.coordinate("pp"), stages.cut, Reducing(carrier, stages.cut.chunks, units), exchange)
 
 
 def hidden_dtype(plan: Plan) -> DType:

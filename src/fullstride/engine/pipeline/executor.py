@@ -16,10 +16,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fullstride.engine.deferred import Deferred
-from fullstride.engine.parallel.shard import Carrier
 from fullstride.engine.pipeline.cut import Cut
 from fullstride.engine.pipeline.exchange import Exchange
 from fullstride.engine.pipeline.held import Held
+from fullstride.engine.pipeline.reducing import Reducing
 from fullstride.plan.schedule.action import Action
 from fullstride.plan.schedule.generators import FINAL, complete
 from fullstride.plan.schedule.orders import Order
@@ -47,12 +47,12 @@ class _Open:
 class Executor:
     """One rank's part of a pipeline."""
 
-    def __init__(self, schedule: Schedule, rank: int, cut: Cut, carrier: Carrier, exchange: Exchange) -> None:
+    def __init__(self, schedule: Schedule, rank: int, cut: Cut, reducing: Reducing, exchange: Exchange) -> None:
         """Take the actions of a pipeline rank from a schedule that has been checked."""
         self._schedule, self._rank = schedule, rank
         self._actions = [action for action in schedule.actions if action.rank == rank]
-        self._cut, self._carrier, self._exchange = cut, carrier, exchange
-        self._last_final = {a.chunk: n for n, a in enumerate(self._actions) if a.kind in FINAL}
+        self._cut, self._reducing, self._exchange = cut, reducing, exchange
+        self._last = {a.chunk: a for a in self._actions if a.kind in FINAL}
         self._open: dict[Range, _Open] = {}
         self._put_off: dict[Range, Deferred] = {}
         self._states = [Held() for _ in cut.chunks]
@@ -72,18 +72,20 @@ class Executor:
         """
         self._losses = []
         self._exchange.begin(self._actions)
+        self._reducing.begin()
         do: dict[str, Callable[[Action], None]] = {
             "forward": lambda action: self._forward(action, forward),
             "backward": self._backward,
             "input_grad": self._backward,
             "weight_grad": self._weight_grad,
+            "reduce": lambda action: self._reducing.reduce(action.chunk),
         }
-        for number, action in enumerate(self._actions):
-            if action.kind in do:
-                if action.kind != "forward":
-                    self._carrier.micro_batch(number == self._last_final[action.chunk])
+        for action in self._actions:
+            if action.kind in _PHASES:
                 with phase(_PHASES[action.kind], micro_batch=action.lo, stage=self._cut.chunks[action.chunk].stage):
                     do[action.kind](action)
+            elif action.kind in do:
+                do[action.kind](action)
             else:
                 self._move(action)
         self._exchange.finish()
@@ -114,7 +116,7 @@ class Executor:
         return self._losses
 
     def _move(self, action: Action) -> None:
-        """Send or receive; the reduce has been started by the last backward, the optimizer is the Run's."""
+        """Send or receive; the optimizer is the Run's."""
         chunk = action.chunk
         if action.kind.startswith("send"):
             held = self._out[action.kind, chunk]
@@ -147,7 +149,7 @@ class Executor:
         deferred = Deferred()
         collecting: Any = deferred.collect() if action.kind == "input_grad" else contextlib.nullcontext()
         if open_.edge is not None:
-            with collecting:
+            with collecting, self._reducing.around(action.kind, action is self._last[chunk]):
                 torch.autograd.backward((open_.edge,), None if grad is None else (grad,))
         if action.kind == "input_grad":
             self._put_off[chunk, lo, hi] = deferred
@@ -156,7 +158,8 @@ class Executor:
             self._hand_over("send_backward", chunk, lo, hi, torch.zeros_like(open_.received) if handed is None else handed)
 
     def _weight_grad(self, action: Action) -> None:
-        self._put_off.pop((action.chunk, action.lo, action.hi)).run()
+        deferred = self._put_off.pop((action.chunk, action.lo, action.hi))
+        self._reducing.weights(action.chunk, deferred, action is self._last[action.chunk])
 
     def _hand_over(self, kind: str, chunk: int, lo: int, hi: int, tensor: torch.Tensor) -> None:
         """To the neighbour on this rank, or to what the next sends take."""
