@@ -2,12 +2,13 @@
 
     1. look       find embedding, blocks, norm and head; refuse what this model and this Plan cannot do together
     2. stages     with a pipeline: leave only this rank's stages
-    3. recompute  replace the forward of the chosen blocks by one that makes activations again
-    4. compile    compile each block's forward, recomputation inside
-    5. loss       let the head return the loss, if it is to be computed in chunks
-    6. weights    unit by unit: make them (from a file, or from seed and name), then shard them
-    7. precision  keep compute copies beside the masters
-    8. optimizer  make its states
+    3. tensor     with tensor parallelism: say how each weight is cut, and let modules exchange what they make
+    4. recompute  replace the forward of the chosen blocks by one that makes activations again
+    5. compile    compile each block's forward, recomputation inside
+    6. loss       let the head return the loss, if it is to be computed in chunks
+    7. weights    unit by unit: make them (from a file, or from seed and name), then cut and shard them
+    8. precision  keep compute copies beside the masters
+    9. optimizer  make its states
 
 The model's modules, parameter names and code stay as they were; only some instances' `forward` are replaced.
 """
@@ -31,6 +32,8 @@ from fullstride.engine.mesh import Mesh
 from fullstride.engine.optimizer import AdamW
 from fullstride.engine.parallel.carrier import Carrier
 from fullstride.engine.parallel.shard import carry
+from fullstride.engine.parallel.tensor import TensorParallel, tensor_parallel
+from fullstride.engine.pieces import Piece, take
 from fullstride.engine.pipeline.build import Stages, cut_to_stages, executor_of
 from fullstride.engine.pipeline.executor import Executor
 from fullstride.engine.pipeline.splitting import split_backward
@@ -52,6 +55,7 @@ class Applied:
     stages: Stages | None
     executor: Executor | None
     """What runs a step; None where it is the Run itself, without a pipeline."""
+    tensor: TensorParallel | None
 
 
 def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
@@ -70,7 +74,8 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     anatomy, mesh = find(model), Mesh(plan.layout, device)
     _refuse(model, anatomy, plan, device)
     stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
-    anatomy = stages.cut.anatomy if stages else anatomy
+    whole, anatomy = anatomy, stages.cut.anatomy if stages else anatomy
+    tensor = tensor_parallel(model, whole, anatomy, plan, mesh)
     compiled = plan.compile.mode == "block"
     # Products whose backward is split are left out of compiled code, which recomputation cannot have inside itself then.
     inside = not (stages and stages.splits)
@@ -82,14 +87,15 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     head = None
     if plan.loss.kind == "chunked" and (anatomy.head or not stages):
         wide = TORCH_DTYPE[plan.precision.loss]
-        head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled)
+        rows = tensor.vocabulary if tensor else None
+        head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled, vocabulary=rows)
     parts = units(model, anatomy, table_apart=bool(stages and stages.tied and plan.shard.carrier == "flat"))
-    maker = _Maker(model, parts, plan, mesh, stages)
+    maker = _Maker(model, parts, plan, mesh, stages, tensor)
     carrier = carry(model, parts, plan, mesh, maker.make)
     if stages and stages.splits:
         split_backward(module for unit in parts if unit.name != "root" for module in unit.modules)
     uncounted = {stages.cut.tied} if stages and not stages.cut.counts_tied else set()
-    weights = carrier.weights(model, plan, maker.roles, maker.shapes, uncounted)
+    weights = carrier.weights(model, plan, maker.roles, maker.shapes, uncounted, tensor)
     if weights.cast:
         cast_at_borders(parts, plan.precision)
     optimizer = carrier.optimizer(weights, plan)
@@ -102,6 +108,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         weights=weights,
         optimizer=optimizer,
         head=head,
+        tensor=tensor,
         stages=stages,
         executor=executor_of(stages, plan, mesh, carrier, parts) if stages else None,
     )
@@ -110,8 +117,17 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
 class _Maker:
     """Gives units their weights, each parameter once."""
 
-    def __init__(self, model: nn.Module, parts: tuple[Unit, ...], plan: Plan, mesh: Mesh, stages: Stages | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: tuple[Unit, ...],
+        plan: Plan,
+        mesh: Mesh,
+        stages: Stages | None,
+        tensor: TensorParallel | None,
+    ) -> None:
         self._model = model
+        self._tensor = tensor
         self._plan = plan
         self._device = mesh.device
         self._stages = stages
@@ -126,12 +142,11 @@ class _Maker:
         self.roles: dict[int, Role] = {}
 
     def make(self, unit: Unit) -> None:
-        """Memory, then values: from a file, from seed and name, or the user's own."""
+        """Memory, then values: from a file, from seed and name, or the user's own; then this rank's share of them."""
         old = self._old[unit.name]
         absent = {id(p) for p in old if p.is_meta}
         made = materialise(old, self._places, self._device, TORCH_DTYPE[self._plan.precision.master])
         fresh = {id(made[key]) for key in absent}
-        self.roles |= {id(p): unit.role for p in made.values()}
         if self._files is None:
             initialise(self._model, unit, fresh, self._places, self._plan.recipe.seed)
         for param in made.values():
@@ -139,6 +154,7 @@ class _Maker:
                 self._files.load([name for _, _, name in self._places[id(param)]], param)
             elif id(param) not in fresh:
                 self._share(param)
+        self.roles |= {id(self._cut(p)): unit.role for p in made.values()}
 
     def _share(self, param: nn.Parameter) -> None:
         """The user's own values: all ranks that hold them start from those of the first."""
@@ -147,6 +163,21 @@ class _Maker:
         stages = self._stages
         if stages and stages.tied and stages.cut.tied in [name for _, _, name in self._places[id(param)]]:
             dist.broadcast(param.data, group=stages.tied, group_src=0)
+
+    def _cut(self, whole: nn.Parameter) -> nn.Parameter:
+        """The part that is this rank's, in all the places where the parameter stands."""
+        where = self._places[id(whole)]
+        name = where[0][2]
+        cut = self._tensor.cut(name) if self._tensor else None
+        if cut is None:
+            return whole
+        piece = Piece(name=name, shape=tuple(whole.shape), cut=cut)
+        part = nn.Parameter(whole.new_empty(piece.cut_shape), requires_grad=whole.requires_grad)
+        take(whole.detach(), piece, part.detach())
+        self._places[id(part)] = self._places.pop(id(whole))
+        for module, attribute, _ in where:
+            setattr(module, attribute, part)
+        return part
 
 
 def _refuse(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.device) -> None:

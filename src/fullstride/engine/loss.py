@@ -6,10 +6,15 @@ over the world. Averaging gradients over ranks then gives the gradient of the me
 `chunked`: the head's forward is replaced by one that makes the loss and, in the same pass, its gradients, a chunk of tokens
 at a time, so that logits never stand whole (the idea of Liger's fused linear cross entropy, Hsu et al., 2024). The model's own
 forward runs around it: what it returns as logits is then the scaled loss.
+
+With tensor parallelism each rank holds some rows of the head and makes the logits of those tokens alone. Two numbers a
+position pass between the ranks, the logarithm of the sum of exponentials and the label's logit, never the logits
+(Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +23,58 @@ from torch import nn
 from torch.nn import functional
 
 from fullstride.engine.anatomy import Anatomy
+from fullstride.engine.parallel.collectives import Ranks, start_gather, wait
 from fullstride.errors import BadInput, RuleBroken
 
 IGNORED = -100
 """A label that is not counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The rows of the head that this rank holds, and who holds the others."""
+
+    ranks: Ranks
+    lo: int
+    hi: int
+
+
+def across(lse: torch.Tensor, picked: torch.Tensor, rows: Vocabulary) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the whole vocabulary what each rank knows of its rows.
+
+    Args:
+        lse: logarithm of the sum of exponentials over this rank's rows, [positions].
+        picked: the label's logit, zero where another rank holds it, [positions].
+        rows: which are this rank's.
+
+    Returns:
+        Both over all rows, equal to the last bit on all ranks.
+    """
+    both = torch.stack((lse, picked))
+    all_ranks = wait(start_gather(both, rows.ranks)).view(rows.ranks.size, *both.shape)
+    return torch.logsumexp(all_ranks[:, 0], 0), all_ranks[:, 1].sum(0)
+
+
+class _SpreadLoss(torch.autograd.Function):
+    """Logits of this rank's rows -> loss sum over all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, rows: Vocabulary) -> torch.Tensor:
+        wide = logits.to(dtype)
+        mine = (labels >= rows.lo) & (labels < rows.hi)
+        target = (labels - rows.lo).clamp(0, rows.hi - rows.lo - 1).unsqueeze(1)
+        picked = torch.where(mine, wide.gather(1, target).squeeze(1), 0.0)
+        lse, picked = across(torch.logsumexp(wide, 1), picked, rows)
+        ctx.save_for_backward(logits, labels, lse, target, mine)
+        return torch.where(labels != IGNORED, lse - picked, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, labels, lse, target, mine = ctx.saved_tensors
+        share = (labels != IGNORED).to(lse.dtype) * grads[0]
+        grad = logits.to(lse.dtype).sub(lse.unsqueeze(1)).exp_()
+        grad.scatter_add_(1, target, -mine.to(grad.dtype).unsqueeze(1))
+        return grad.mul_(share.unsqueeze(1)).to(logits.dtype), None, None, None
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -36,17 +89,24 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def token_loss_sum(
+    logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, rows: Vocabulary | None = None
+) -> torch.Tensor:
     """Cross entropy summed over counted tokens.
 
     Args:
-        logits: [samples, seq, vocab].
+        logits: [samples, seq, vocab], or of the rows of the vocabulary that are this rank's.
         labels: int64 [samples, seq], shifted, -100 where not counted.
         dtype: what the logits are widened to.
+        rows: which, if not all are this rank's.
 
     Returns:
         A scalar of that dtype.
     """
+    if rows is not None:
+        spread: Any = _SpreadLoss.apply
+        total: torch.Tensor = spread(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), dtype, rows)
+        return total
     flat = logits.reshape(-1, logits.shape[-1]).to(dtype)
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
@@ -58,16 +118,21 @@ def _chunk_eager(
     labels: torch.Tensor,
     scale: torch.Tensor,
     dtype: torch.dtype,
+    rows: Vocabulary | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scaled loss of a chunk, and the gradient of its logits in the dtype of `hidden`."""
     logits = functional.linear(hidden, weight, bias).to(dtype)
-    counted = labels != IGNORED
-    target = labels.clamp(min=0).unsqueeze(1)
-    lse = torch.logsumexp(logits, dim=1, keepdim=True)
-    share = counted.to(dtype) * scale
-    loss = ((lse - logits.gather(1, target)).squeeze(1) * share).sum()
-    grad = logits.sub_(lse).exp_()
-    grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+    lo = rows.lo if rows else 0
+    mine = (labels >= lo) & (labels < lo + logits.shape[1])
+    target = (labels - lo).clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    lse = torch.logsumexp(logits, dim=1)
+    picked = torch.where(mine, logits.gather(1, target).squeeze(1), 0.0)
+    if rows is not None:
+        lse, picked = across(lse, picked, rows)
+    share = (labels != IGNORED).to(dtype) * scale
+    loss = ((lse - picked) * share).sum()
+    grad = logits.sub_(lse.unsqueeze(1)).exp_()
+    grad.scatter_add_(1, target, -mine.to(dtype).unsqueeze(1))
     return loss, grad.mul_(share.unsqueeze(1)).to(hidden.dtype)
 
 
@@ -78,15 +143,19 @@ def _chunk_fused(
     labels: torch.Tensor,
     scale: torch.Tensor,
     dtype: torch.dtype,
+    rows: Vocabulary | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in a form that a compiler makes two passes over the logits of."""
     logits = functional.linear(hidden, weight, bias).to(dtype)
     share = (labels != IGNORED).to(dtype) * scale
-    lse = torch.logsumexp(logits, dim=1, keepdim=True)
-    hit = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == labels.unsqueeze(1)
+    lse = torch.logsumexp(logits, dim=1)
+    lo = rows.lo if rows else 0
+    hit = torch.arange(lo, lo + logits.shape[1], device=logits.device).unsqueeze(0) == labels.unsqueeze(1)
     picked = torch.where(hit, logits, 0.0).sum(1)
-    loss = ((lse.squeeze(1) - picked) * share).sum()
-    grad = (torch.exp(logits - lse) - hit.to(dtype)) * share.unsqueeze(1)
+    if rows is not None:
+        lse, picked = across(lse, picked, rows)
+    loss = ((lse - picked) * share).sum()
+    grad = (torch.exp(logits - lse.unsqueeze(1)) - hit.to(dtype)) * share.unsqueeze(1)
     return loss, grad.to(hidden.dtype)
 
 
@@ -111,9 +180,9 @@ class _ChunkedHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         scale: torch.Tensor,
-        options: tuple[torch.dtype, torch.dtype, int, Callable[..., Any], bool],
+        options: tuple[torch.dtype, torch.dtype, int, Callable[..., Any], bool, Vocabulary | None],
     ) -> torch.Tensor:
-        compute, wide, chunk, body, learning = options
+        compute, wide, chunk, body, learning, vocabulary = options
         rows, narrow = hidden.reshape(-1, hidden.shape[-1]).to(compute), weight.to(compute)
         extra = None if bias is None else bias.to(compute)
         flat = labels.reshape(-1)
@@ -124,7 +193,7 @@ class _ChunkedHead(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=rows.device)
         count = -(-rows.shape[0] // chunk)
         for part, piece in zip(rows.chunk(count), flat.chunk(count), strict=True):
-            loss, grad = body(part, narrow, extra, piece, scale, wide)
+            loss, grad = body(part, narrow, extra, piece, scale, wide, vocabulary)
             total += loss
             start = (part.storage_offset() - rows.storage_offset()) // rows.shape[1]
             if d_hidden is not None:
@@ -155,9 +224,12 @@ class _ChunkedHead(torch.autograd.Function):
 class ChunkedHead:
     """The head of a model, able to return the loss instead of logits while it is armed."""
 
-    def __init__(self, head: nn.Linear, chunk_tokens: int, dtype: torch.dtype, *, compiled: bool) -> None:
-        """Replace the head's forward. `dtype`: what logits are widened to."""
+    def __init__(
+        self, head: nn.Linear, chunk_tokens: int, dtype: torch.dtype, *, compiled: bool, vocabulary: Vocabulary | None = None
+    ) -> None:
+        """Replace the head's forward. `dtype`: what logits are widened to; `vocabulary`: the head's rows, if not all."""
         self._head = head
+        self._vocabulary = vocabulary
         self._plain = head.forward
         self._chunk = chunk_tokens
         self._dtype = dtype
@@ -191,7 +263,7 @@ class ChunkedHead:
             raise altered_logits()
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        options = (compute, self._dtype, self._chunk, self._body, torch.is_grad_enabled())
+        options = (compute, self._dtype, self._chunk, self._body, torch.is_grad_enabled(), self._vocabulary)
         with torch.autocast(device, enabled=False):
             apply: Any = _ChunkedHead.apply
             loss: torch.Tensor = apply(hidden, self._head.weight, self._head.bias, labels, scale, options)
@@ -207,7 +279,15 @@ def altered_logits() -> RuleBroken:
     )
 
 
-def chunked_head(model: nn.Module, anatomy: Anatomy, chunk_tokens: int, dtype: torch.dtype, *, compiled: bool) -> ChunkedHead:
+def chunked_head(
+    model: nn.Module,
+    anatomy: Anatomy,
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    vocabulary: Vocabulary | None = None,
+) -> ChunkedHead:
     """Make the model's head able to return the loss.
 
     Raises:
@@ -219,4 +299,4 @@ def chunked_head(model: nn.Module, anatomy: Anatomy, chunk_tokens: int, dtype: t
             f"loss.kind is chunked, but the head is {'missing' if head is None else type(head).__name__}, not nn.Linear",
             fix="set loss.kind = 'model'",
         )
-    return ChunkedHead(head, chunk_tokens, dtype, compiled=compiled)
+    return ChunkedHead(head, chunk_tokens, dtype, compiled=compiled, vocabulary=vocabulary)

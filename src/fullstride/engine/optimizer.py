@@ -95,6 +95,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._weights.settle()
         self.update(None, None)
         return loss
 

@@ -47,14 +47,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     },
+    "mistral": {**_LLAMA_LIKE, "model_type": "mistral", "sliding_window": None},
+    "qwen2": {**_LLAMA_LIKE, "model_type": "qwen2"},
+    "gemma2": {**_LLAMA_LIKE, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    "phi3": {**_LLAMA_LIKE, "model_type": "phi3", "pad_token_id": 0},
+    "olmo2": {**_LLAMA_LIKE, "model_type": "olmo2"},
+    "gpt_neox": {**_LLAMA_LIKE, "model_type": "gpt_neox", "rotary_pct": 0.5},
+    "qwen2_moe": {
+        **_LLAMA_LIKE,
+        "model_type": "qwen2_moe",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {
+        **_LLAMA_LIKE,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "deepseek_v3": {
+        **_LLAMA_LIKE,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
     "mixtral": {**_LLAMA_LIKE, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
     "plain": {"vocab_size": 61},
+    "modular": {"vocab_size": 61},
 }
-"""Small models by family; `plain` is an nn.Module of this file. Vocabulary and experts divide by no number of ranks."""
-WIDENING = frozenset({"llama", "qwen3", "gemma", "phi", "mixtral"})
+"""Small models by family; `plain` and `modular` are modules of this file. Vocabulary and experts divide by no ranks."""
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+WIDENING = frozenset(set(FAMILIES) - {"gpt2", "plain", "modular"})
 """Families whose own code computes norms or rotary angles in fp32, so that fp64 is not fp64 throughout."""
 
-ONLY_FP32 = frozenset({"mixtral"})
+ONLY_FP32 = frozenset(_MIXTURES)
 """Families that use an operator without fp64 (grouped matrix products)."""
 
 
@@ -68,11 +109,13 @@ class Case(Value, frozen=True, kw_only=True):
     plan: Plan
     layers: int = 3
     """Blocks of the model."""
+    changes: dict[str, Any] = {}
+    """Entries of the family's configuration that are another here."""
 
     @property
     def vocab(self) -> int:
         """Size of the vocabulary."""
-        return int(FAMILIES[self.family]["vocab_size"])
+        return int({**FAMILIES[self.family], **self.changes}["vocab_size"])
 
     @property
     def widens(self) -> bool:
@@ -95,14 +138,44 @@ class _PlainBlock(nn.Module):
         return x + added
 
 
+class _HeadedAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, width, bias=False)  # softmax is blind to a bias of keys: its gradient is rounding alone
+        self.to_v = nn.Linear(width, width)
+        self.back = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        q, k, v = (f(x).view(samples, length, self.heads, -1).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.back(mixed.transpose(1, 2).reshape(samples, length, -1))
+        return result
+
+
+class _ModularBlock(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = _HeadedAttention(width, heads)
+        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before(x))
+        fed: torch.Tensor = self.feed(self.between(x))
+        return x + fed
+
+
 class PlainModel(nn.Module):
     """A language model that owes nothing to transformers: int64 [samples, seq] to logits [samples, seq, vocab]."""
 
-    def __init__(self, vocab: int = 61, width: int = 32, depth: int = 3, *, tied: bool = False) -> None:
-        """Make `depth` blocks of `width`."""
+    def __init__(self, vocab: int = 61, width: int = 32, depth: int = 3, *, tied: bool = False, modular: bool = False) -> None:
+        """Make `depth` blocks of `width`; `modular`: attention and MLP are modules of their own."""
         super().__init__()
         self.table = nn.Embedding(vocab, width)
-        self.stack = nn.ModuleList(_PlainBlock(width) for _ in range(depth))
+        self.stack = nn.ModuleList((_ModularBlock if modular else _PlainBlock)(width) for _ in range(depth))
         self.last_norm = nn.LayerNorm(width)
         self.to_vocab = nn.Linear(width, vocab, bias=not tied)
         if tied:
@@ -119,11 +192,12 @@ class PlainModel(nn.Module):
 
 def model_of(case: Case) -> nn.Module:
     """The unmodified model of a case, parameters on meta."""
-    if case.family == "plain":
+    if case.family in ("plain", "modular"):
         with parameters_on_meta():
-            return PlainModel(depth=case.layers, tied=case.tied)
+            return PlainModel(case.vocab, depth=case.layers, tied=case.tied, modular=case.family == "modular")
     layers: dict[str, Any] = {name: case.layers for name in ("num_hidden_layers", "n_layer") if name in FAMILIES[case.family]}
-    return from_config({**FAMILIES[case.family], **layers, "tie_word_embeddings": case.tied}, case.family)
+    told = {**FAMILIES[case.family], **layers, **case.changes, "tie_word_embeddings": case.tied}
+    return from_config(told, case.family)
 
 
 def make_case(
@@ -147,11 +221,20 @@ def make_case(
     layers_per_stage: tuple[int, ...] = (),
     micro_batch_per_stage: tuple[int, ...] = (),
     layers: int = 3,
+    tp: int = 1,
+    sequence_parallel: bool = True,
+    changes: dict[str, Any] | None = None,
 ) -> Case:
     """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
     carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
     recompute, loss = recompute or Recompute(), loss or Loss()
-    layout = Layout(dp_replicate=ranks if stage == 0 else replicate, dp_shard=1 if stage == 0 else ranks // replicate, pp=pp)
+    layout = Layout(
+        dp_replicate=ranks if stage == 0 else replicate,
+        dp_shard=1 if stage == 0 else ranks // replicate,
+        pp=pp,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+    )
     pipeline = Pipeline(
         schedule=schedule,  # type: ignore[arg-type]
         chunks=chunks,
@@ -176,7 +259,9 @@ def make_case(
     name += f" {dtype} reshard={sorted((reshard or {}).items())} seed={seed}"
     if pp > 1:
         name += f" pp={pp} {schedule} chunks={chunks} layers={layers_per_stage or layers} sizes={micro_batch_per_stage}"
-    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers)
+    name += f" tp={tp}{' sequence' if sequence_parallel else ''}" if tp > 1 else ""
+    name += f" {sorted(changes.items())}" if changes else ""
+    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers, changes=changes or {})
 
 
 def draw_cases(rng: random.Random, count: int, ranks: int) -> tuple[Case, ...]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullstride.engine.anatomy import Role, Unit
+from fullstride.engine.parallel.tensor import TensorParallel
 from fullstride.engine.pieces import piece_of
 from fullstride.plan.plan import DType, Plan, Precision
 
@@ -68,6 +69,7 @@ class Weights:
         roles: dict[int, Role],
         shapes: dict[str, tuple[int, ...]],
         uncounted: Set[str] = frozenset(),
+        tensor: TensorParallel | None = None,
     ) -> None:
         """Take the parameters of a model that has memory and is sharded.
 
@@ -77,6 +79,7 @@ class Weights:
             roles: by id of the parameter.
             shapes: of the whole parameters, by name.
             uncounted: names that another rank counts (see `Piece.counted`).
+            tensor: who holds what of them, with tensor parallelism.
         """
         named = dict(model.named_parameters())
         self.names = tuple(named)
@@ -84,7 +87,18 @@ class Weights:
         self._sharded = any(isinstance(p, DTensor) for p in self.params)
         self.cast = plan.precision.cast == "weights" and not self._sharded
         self.masters: tuple[torch.Tensor, ...] = self.params
-        self.pieces = tuple(piece_of(name, shapes[name], param, counted=name not in uncounted) for name, param in named.items())
+        self._tensor = tensor
+        self._reduction = TORCH_DTYPE[plan.precision.reduction]
+        self.pieces = tuple(
+            piece_of(
+                name,
+                shapes[name],
+                param,
+                tensor.cut(name) if tensor else None,
+                counted=name not in uncounted and (tensor is None or tensor.counted(name)),
+            )
+            for name, param in named.items()
+        )
         self._gathered: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._hooks: list[Any] = []
@@ -130,6 +144,12 @@ class Weights:
         """Gradients that this rank counts in the norm."""
         found = [self.gradient(index) for index, piece in enumerate(self.pieces) if piece.counted]
         return [grad for grad in found if grad is not None]
+
+    def settle(self) -> None:
+        """After the last micro-batch: sum the gradients that are terms over tensor-parallel ranks. Once a step."""
+        if self._tensor is not None:
+            found = {name: grad for i, name in enumerate(self.names) if (grad := self.gradient(i)) is not None}
+            self._tensor.settle(found, self._reduction)
 
     def publish(self, indices: list[int] | None = None) -> None:
         """Copy masters into the weights that compute; nothing to do where they are the same."""

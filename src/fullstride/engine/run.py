@@ -149,6 +149,7 @@ class Run:
         with self.on_phase("optimizer"):
             self._carrier.finish()
             self._sum_tied()
+            self._weights.settle()
             norm, lr = self._update()
         return StepResult(self._world_sum(total, "pp") / self._ranks, tokens, norm, lr)
 
@@ -179,7 +180,8 @@ class Run:
         logits = self._call(ids, documents)
         if head is not None:
             return head.take(logits)
-        return token_loss_sum(logits, labels, TORCH_DTYPE[self.plan.precision.loss]) * scale
+        tensor, wide = self._applied.tensor, TORCH_DTYPE[self.plan.precision.loss]
+        return token_loss_sum(logits, labels, wide, tensor.vocabulary if tensor else None) * scale
 
     def _stage_forward(
         self, ids: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, scale: torch.Tensor

@@ -70,7 +70,7 @@ def axes_met(plan: Plan) -> str:
 
 def unbuilt_axis_met(plan: Plan) -> str:
     """The first axis that is used but not built."""
-    for axis in ("tp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         if (size := getattr(plan.layout, axis)) > 1:
             return f"layout.{axis} = {size}"
     return ""

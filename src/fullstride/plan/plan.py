@@ -93,6 +93,9 @@ class Layout(Value, frozen=True, kw_only=True):
     """With tp above 1: norms, residuals and dropout are cut along the sequence (Korthikanti et al., 2022)."""
     expert_tp: int = 1
     """Ranks that share one expert's matrices; 1: experts are cut by `ep` alone (Megatron's own default is `tp`)."""
+    parts: dict[str, Literal["column", "row", "whole"]] = {}
+    """With tp above 1: how products of your own model are cut, by the end of their path (`attention.to_q`), where their names
+    and shapes do not tell: `column` makes part of the outputs, `row` reads part of the inputs, `whole` is not cut."""
 
     @property
     def world_size(self) -> int:

@@ -94,7 +94,7 @@ def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier, units:
         mesh,
         schedule.placement,
         (*schedule.actions, *forward_only(schedule, 1, 1)),
-        (plan.workload.sequence_length, stages.cut.width),
+        (plan.workload.sequence_length // (plan.layout.tp if plan.layout.sequence_parallel else 1), stages.cut.width),
         TORCH_DTYPE[hidden_dtype(plan)],
         plan.comm.timeout_seconds,
     )
