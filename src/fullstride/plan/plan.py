@@ -97,6 +97,10 @@ class Layout(Value, frozen=True, kw_only=True):
     """With tp above 1: how products of your own model are cut, by the end of their path (`attention.to_q`), where their names
     and shapes do not tell: `column` makes part of the outputs, `row` reads part of the inputs, `whole` is not cut."""
 
+    def __hash__(self) -> int:
+        """A layout is a key of what pricing remembers; `parts` is a dict, which has no hash of its own."""
+        return hash((self.dp_replicate, self.dp_shard, self.tp, self.pp, self.cp, self.ep, self.expert_tp))
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""
