@@ -95,6 +95,14 @@ def llama(hidden=64, blocks=4, heads=4, kv_heads=2, ffn=128, vocab=101, position
     )
 
 
+def whole_rows(spec, ranks):
+    """Elements on the first of ranks that share out whole rows of each parameter."""
+    stacks = [(stack.count, stack.sublayers) for stack in spec.stacks]
+    parts = [(1, spec.embedding), *stacks, (1, spec.tail)]
+    tensors = [(n, p) for n, sublayers in parts for s in sublayers for p in s.parameters]
+    return sum(n * -(-p.shape[0] // ranks) * (p.count // p.shape[0]) for n, p in tensors)
+
+
 def experts(count, per_token=2, **sizes):
     """A llama whose blocks end in a mixture of experts."""
     spec = llama(**sizes)

@@ -1,10 +1,9 @@
 from functools import partial
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.plan.plan_values import cpus, gpus, llama, plan_of
+from tests.plan.plan_values import cpus, gpus, llama, plan_of, whole_rows
 
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
 from fullstride.plan.facts import made_again, num_parameters
@@ -44,7 +43,9 @@ def test_states_of_each_zero_stage_in_closed_form(ranks, hidden, blocks):
     states = partial(rows_of, spec=spec, moment="optimizer")
     for stage in (1, 2, 3):
         plan = plan_for(stage, ranks)
-        assert states(plan, *STATES) == pytest.approx(16 * count / ranks, abs=4)
+        share = whole_rows(spec, ranks)
+        assert states(plan, *STATES) == 16 * share
+        assert count / ranks <= share < count / ranks + sum(p.count for p in spec.tail[1].parameters)
         whole = rows_of(plan, "gathered", moment="backward", spec=spec)
         assert whole == 2 * count if stage < 3 else whole < 2 * count or blocks <= 2
     assert states(plan_for(0, ranks, precision=AUTOCAST), *STATES) == 16 * count
@@ -127,9 +128,47 @@ def test_the_allocator_holds_blocks_that_do_not_fit_and_pools_of_other_streams()
     many = replace(plan_for(3, 2, loss=Loss(kind="chunked")), workload=Workload(sequence_length=1024, samples_per_step=4))
     rows, found = ledger(many, SPEC, GPUS), beyond(many)
     assert peak_of(moments_of(rows, inside=True)).name != "backward_end"
-    assert found["pool of gradient shards"] == 4 * P / 2  # the peak has none of them
+    assert found["pool of gradient shards"] == 4 * whole_rows(SPEC, 2)  # the peak has none of them
     block = (P - 2 * 101 * 64 - 64) // 4
     assert found["pool of all-gathers"] >= 2 * 2 * block - 2 * block
+
+
+def test_the_fullest_rank_of_fsdp2_has_whole_rows():
+    """101 tokens over two ranks are 51 and 50 rows."""
+    plan = plan_for(2, 2)
+    rows = 2 * 51 * 64 + 32 + 4 * (2 * 32 + (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128) // 2)
+    assert rows == whole_rows(SPEC, 2)
+    assert rows_of(plan, "master", moment="checkpoint") == 4 * rows
+    assert rows_of(plan, "optimizer") == 8 * rows
+
+
+def test_the_chunked_head_keeps_a_gradient_and_no_input():
+    plan = plan_for(loss=Loss(kind="chunked"))
+    (head,) = [r for r in ledger(plan, SPEC, GPUS) if r.name == "head: head"]
+    assert {m for m in head.moments if m != "first_step"} == {"forward_end"}
+    (whole,) = [r for r in ledger(plan_for(), SPEC, GPUS) if r.name == "head: head"]
+    assert "loss" in whole.moments
+
+
+def test_flat_buffers_by_hand():
+    """Units of 101 x 64, of blocks, of the final norm and the head; each parameter and shard on a multiple of 64 elements."""
+    block, table, head = 2 * 64 + 128 * 64 + 64 * 64 + 256 * 64 + 64 * 128, 101 * 64, 64 + 101 * 64
+    sizes = [-(-size // 128) * 128 for size in (table, *[block] * 4, head)]
+
+    def flat(stage, **parts):
+        return replace(plan_for(2, 2, **parts), shard=Shard(carrier="flat", stage=stage))
+
+    for stage in (1, 2, 3):
+        plan = flat(stage)
+        assert rows_of(plan, "weights", moment="checkpoint") == (2 * sum(sizes) if stage < 3 else 0)
+        assert rows_of(plan, "master", "optimizer") == 12 * sum(sizes) // 2
+        assert rows_of(plan, "gradients", moment="optimizer") == 4 * sum(sizes) // 2
+    assert rows_of(flat(1, precision=FP32), "weights", "master") == 4 * sum(sizes)  # masters are places in the weights
+    assert rows_of(flat(3, precision=FP32), "weights", "master") == 4 * sum(sizes) // 2
+    assert rows_of(flat(1, accumulation=2), "gradients", moment="backward") == 4 * sum(sizes)
+    assert rows_of(flat(2, accumulation=2), "gradients", moment="backward") == 4 * sum(sizes) // 2
+    assert rows_of(flat(3), "gathered", moment="backward") == 2 * 2 * sizes[1]  # one in use, one ahead
+    assert rows_of(flat(3), "gathered", moment="forward_end") == 2 * sizes[-1]
 
 
 def test_logits_whole_and_by_chunks():

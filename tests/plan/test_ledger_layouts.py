@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.plan.plan_values import gpus, llama, plan_of
+from tests.plan.plan_values import gpus, llama, plan_of, whole_rows
 
 from fullstride.model.presets import preset_config
 from fullstride.model.source import load_spec
@@ -212,7 +212,7 @@ def test_offload_gathers_no_whole_gradients():
     spec = llama()
     plan = plan_for(layout=Layout(dp_shard=4), stage=2, optimizer=Optimizer(cpu_share=1.0))
     shares = [r.bytes for r in ledger(plan, spec, GPUS) if r.kind in ("gradients", "host")]
-    assert max(shares) <= 12 * spec.num_parameters / 4
+    assert max(shares) <= 12 * whole_rows(spec, 4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -223,8 +223,8 @@ def test_optimizer_states_are_somewhere(cpu, nvme, ranks):
     device = sums(plan, spec, "master", "optimizer")
     host = sums(plan, spec, "host", name="masters and moments")
     disk = sums(plan, spec, "disk", name="masters and moments")
-    assert device + host + disk == pytest.approx(12 * spec.num_parameters / ranks, abs=4)
-    assert host == pytest.approx(cpu * 12 * spec.num_parameters / ranks, abs=1)
+    assert device + host + disk == pytest.approx(12 * whole_rows(spec, ranks), abs=4)
+    assert host == pytest.approx(cpu * 12 * whole_rows(spec, ranks), abs=1)
     assert (sums(plan, spec, "host", name="ring") > 0) == (nvme > 0)
 
 

@@ -149,7 +149,7 @@ def whole_weights(plan: Plan, spec: ModelSpec) -> int:
 
 def shards(plan: Plan) -> int:
     """Ranks that share one copy of the optimizer's states."""
-    return plan.layout.dp_shard if plan.shard.carrier == "fsdp2" else 1
+    return plan.layout.dp_shard if plan.shard.carrier in ("fsdp2", "flat") else 1
 
 
 def resharded(plan: Plan, part: Part, index: int = 0) -> bool:

@@ -39,12 +39,12 @@ def _shape(local: Local) -> tuple[object, ...]:
     plan = local.plan
     p, again, pipe = plan.precision, plan.recompute, plan.pipeline
     size = (plan.batch.micro_batch, plan.workload.sequence_length, plan.layout, plan.shard.carrier, plan.kernels.attention)
-    many = (pipe, plan.batch.accumulation if plan.layout.pp > 1 else 1, plan.adapter, p.fp8)
+    many = (pipe, plan.batch.accumulation if plan.layout.pp > 1 else 1, plan.adapter, p.fp8, plan.loss.kind)
     return (*size, p.cast, p.block, p.master, plan.compile.mode, again.mode, again.every, again.blocks, again.products, *many)
 
 
 def _activations(local: Local) -> tuple[Row, ...]:
-    plan, sizes = local.plan, dict[str, float]()
+    plan, sizes, moments = local.plan, dict[str, float](), dict[str, tuple[MomentName, ...]]()
     for part in local.parts:
         again = num_again(local, part)
         products = local.kept_products(part) if again and plan.recompute.mode == "norm_activation" else []
@@ -59,8 +59,11 @@ def _activations(local: Local) -> tuple[Row, ...]:
                 size += again * (whole - local.core(sublayer))
             name = sublayer.name if part.group == "blocks" else f"{part.group}: {sublayer.name}"
             sizes[name] = sizes.get(name, 0.0) + size * part.alive
+            if sublayer.kind == "head" and plan.loss.kind == "chunked":  # its gradient takes its place: see `logits`
+                moments[name] = ("forward_end",)
     source = "tensors saved for backward, " + {"off": "eager", "block": "compiled"}[plan.compile.mode]
-    return tuple(row(name, "activations", size, source, STANDING) for name, size in sizes.items() if size)
+    made = ((name, size, moments.get(name, STANDING)) for name, size in sizes.items() if size)
+    return tuple(row(name, "activations", size, source, there) for name, size, there in made)
 
 
 def block_inputs(local: Local, cluster: Cluster) -> tuple[Row, ...]:

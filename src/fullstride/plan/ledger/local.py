@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from fullstride.model.saved import dtype_bytes, is_kept
 from fullstride.model.spec import ModelSpec, Stack, Sublayer
@@ -101,6 +102,26 @@ class Local:
         if self.expert_shards == self.shards or not experts:
             return total / self.shards
         return (total - experts) / self.shards + experts / self.expert_shards
+
+    def fullest_share(self, *, trainable: bool = False) -> float:
+        """Elements of all (or trainable) parameters on the rank that has most: FSDP2 deals out whole rows of each tensor, the
+        first ranks taking one more (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+        """
+        plan, total = self.plan, self.trainable if trainable else self.count
+        even = self.expert_shards == self.shards or not self.experts
+        if plan.shard.carrier != "fsdp2" or plan.adapter.rank or plan.layout.tp > 1 or not even:
+            return self.over_shards(total, self.experts)
+        pipe = plan.pipeline
+        place = (plan.layout.pp, pipe.schedule, pipe.chunks, pipe.layers_per_stage, self.rank)
+        return once(self.spec, ("rows", self.shards, trainable, place), lambda: self._whole_rows(trainable))
+
+    def _whole_rows(self, trainable: bool) -> int:
+        total = 0
+        for part in self.parts:
+            for parameter in (p for s in part.sublayers for p in s.parameters if p.trainable or not trainable):
+                rows = parameter.shape[0] if parameter.shape else 1
+                total += part.count * ceil(rows / self.shards) * (parameter.count // rows)
+        return total
 
     @cached_property
     def micro_tokens(self) -> float:

@@ -23,6 +23,11 @@ def mastered(local: Local) -> int:
     return local.trainable if local.plan.adapter.rank else local.count
 
 
+def mastered_share(local: Local) -> float:
+    """Of those, what the fullest rank holds."""
+    return local.fullest_share(trainable=local.plan.adapter.rank > 0)
+
+
 def weights(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """What forward reads and what is kept of it: the compute copy (one rank, cast weights), else the weights themselves.
 
@@ -31,7 +36,7 @@ def weights(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     plan, count, name = local.plan, mastered(local), local.plan.precision.cast
     wide, found = master_bytes(plan), list(frozen(local))
     if plan.shard.carrier == "fsdp2":
-        size = local.over_shards(count, local.experts) * wide
+        size = mastered_share(local) * wide
         source = f"P x {wide} B / {local.shards}: FSDP2's shards are the masters"
         kind: RowKind = "master" if name == "weights" else "weights"
         return (*found, row("weights (shards)", kind, size * on_device(local), source, ALL, exact=True))
@@ -67,7 +72,7 @@ def frozen(local: Local) -> tuple[Row, ...]:
 def optimizer_states(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """AdamW's two moments, made before the first step."""
     each = BYTES[local.plan.precision.optimizer_state]
-    size = local.over_shards(local.trainable * 2 * each, local.experts * 2 * each) * on_device(local)
+    size = local.fullest_share(trainable=True) * 2 * each * on_device(local)
     return (row("AdamW moments", "optimizer", size, f"P x 2 x {each} B / {local.shards}", ALL, exact=True),)
 
 
@@ -92,7 +97,7 @@ def gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     sharded = row(
         "gradients (shards)",
         "gradients",
-        local.over_shards(count * held, local.experts * held),
+        local.fullest_share(trainable=True) * held,
         f"P x {held} B / {local.shards}",
         throughout if accumulate and plan.shard.stage > 1 else LAST,
         exact=True,

@@ -6,7 +6,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.estimate import Moment, MomentName, Row
 from fullstride.plan.facts import once
-from fullstride.plan.ledger import activations, carriers, deepspeed, megatron, states, tiers
+from fullstride.plan.ledger import activations, carriers, deepspeed, flat, megatron, states, tiers
 from fullstride.plan.ledger.local import Local, local_of
 from fullstride.plan.ledger.logits import logits
 from fullstride.plan.ledger.reserved import reserved
@@ -54,7 +54,19 @@ DEEPSPEED: tuple[RowMaker, ...] = (
     *LAST,
 )
 """And under DeepSpeed's."""
-BY_CARRIER = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+FLAT: tuple[RowMaker, ...] = (
+    flat.weights,
+    flat.optimizer_states,
+    flat.gradients,
+    flat.gathered,
+    flat.reductions,
+    flat.temporaries,
+    *KEPT,
+    *AROUND,
+    *LAST,
+)
+"""And on flat buffers."""
+BY_CARRIER = {"megatron": MEGATRON, "deepspeed": DEEPSPEED, "flat": FLAT}
 
 ELSEWHERE = ("host", "disk")
 """Kinds that are not device memory."""

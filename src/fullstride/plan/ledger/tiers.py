@@ -9,7 +9,7 @@ from fullstride.plan.estimate import Row
 from fullstride.plan.facts import BYTES, master_bytes
 from fullstride.plan.ledger.local import Local
 from fullstride.plan.ledger.row import ALL, row
-from fullstride.plan.ledger.states import mastered
+from fullstride.plan.ledger.states import mastered_share
 
 RINGS = 2
 """Buffers between disk and device: one fills while one drains."""
@@ -22,7 +22,7 @@ def optimizer_tiers(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     if not away:
         return ()
     each = master_bytes(local.plan) + 2 * BYTES[local.plan.precision.optimizer_state]
-    states = local.over_shards(mastered(local) * each, local.experts * each)
+    states = mastered_share(local) * each
     gradient = BYTES[local.plan.precision.gradient]
     passing = local.over_shards(local.trainable * gradient, local.experts * gradient) * away
     found = [row("gradients on their way to the host", "host", passing, f"share x P x {gradient} B, pinned", ALL)]

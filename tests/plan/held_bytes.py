@@ -1,0 +1,220 @@
+"""What a run on two CPU ranks holds, beside what its ledger says: `python -m tests.plan.held_bytes STEP WORD...` under
+torchrun; every STEP-th of its cases, those whose names hold the words.
+
+Prints on rank 0 a JSON list: for each case its name, and pairs of measured and predicted bytes of weights (masters and moments
+included), gradients at the optimizer's step, gradients between steps, and activations when the first backward begins.
+"""
+
+import contextlib
+import itertools
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from tests.plan.live_bytes import LiveBytes, local
+from tests.plan.plan_values import gpus, plan_of
+
+from fullstride.engine.build import from_config, parameters_on_meta
+from fullstride.engine.run import prepare
+from fullstride.model.config import spec_from_config
+from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
+from fullstride.plan.ledger.table import ledger
+from fullstride.plan.plan import Batch, Layout, Loss, Pipeline, Recompute, Shard, Workload
+from fullstride.plan.rules import check
+
+LENGTH = 64
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 201,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 100,
+    "vocab_size": 211,
+    "activation_function": "gelu",
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+SHAPES = {"llama": LLAMA, "llama tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2}
+MODES = ("none", "norm_activation", "full")
+SETTLED = ("weights", "master", "optimizer")
+
+
+def data_parallel(carried, mode, kind, precision, accumulation):
+    stage, carrier = CARRIERS[carried]
+    layout, _ = layout_for(stage, 2)
+    shard = Shard(carrier=carrier, stage=stage)
+    return made(layout, shard, mode, kind, precision_of(precision, accumulation, carrier), accumulation)
+
+
+def precision_of(name, accumulation=1, carrier="none"):
+    return {"fp32": FP32, "autocast": AUTOCAST, "weights": weights_cast(accumulation, carrier)}[name]
+
+
+def made(layout, shard, mode, kind, precision, accumulation, **parts):
+    samples = 2 * accumulation * layout.data_parallel
+    return plan_of(
+        workload=Workload(sequence_length=LENGTH, samples_per_step=samples),
+        layout=layout,
+        shard=shard,
+        batch=Batch(micro_batch=2, accumulation=accumulation),
+        recompute=Recompute(mode=mode),
+        loss=Loss(kind=kind, chunk_tokens=64),
+        precision=precision,
+        **parts,
+    )
+
+
+CARRIERS = {"DDP": (0, "ddp")} | {f"{c} ZeRO {n}": (n, c) for c in ("fsdp2", "flat") for n in (1, 2, 3)}
+CHOICES = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), (1, 2))
+PIPES = (tuple(SHAPES), MODES, ("fp32", "autocast"))
+
+
+def cases(step=1):
+    """Every `step`-th plan of two ranks, by what its name lists, of those that the rules allow."""
+    found = {}
+    for shape, carried, mode, kind, precision, accumulation in itertools.islice(itertools.product(*CHOICES), 0, None, step):
+        plan = data_parallel(carried, mode, kind, precision, accumulation)
+        found[f"{shape}, {carried}, {mode}, {kind} loss, {precision}, {accumulation} micro-batches"] = (shape, plan)
+    for shape, mode, precision in itertools.islice(itertools.product(*PIPES), 0, None, min(step, 5)):
+        pipe = Pipeline(schedule="1f1b", layers_per_stage=(2, 2))
+        plan = made(Layout(pp=2), Shard(), mode, "model", precision_of(precision), 4, pipeline=pipe)
+        found[f"{shape}, pipeline, {mode}, {precision}"] = (shape, plan)
+    specs = {name: spec_from_config(config, name) for name, config in SHAPES.items()}
+    return {name: (shape, plan) for name, (shape, plan) in found.items() if not check(plan, specs[shape])}
+
+
+def storages(tensors):
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(local, tensors)}
+
+
+class Watch:
+    """Measures while a run steps."""
+
+    def __init__(self, run, live, vocabulary):
+        self.run, self.live, self.vocabulary = run, live, vocabulary
+        self.gradients = self.activations = 0
+        self.before = {key for key, reference in live.storages.items() if reference() is not None}
+        self.step = run._applied.optimizer.update
+        run._applied.optimizer.update = self.update
+        run.on_phase = self.phase
+
+    def phase(self, name, **_where):
+        """Called around each part of a step."""
+        if name == "backward" and not self.activations:
+            self.activations = self.kept()
+        return contextlib.nullcontext()
+
+    def held(self):
+        """Storages of gradients."""
+        weights = self.run._weights
+        tensors = [*weights._gathered.values(), *(p.grad for p in weights.params if p.grad is not None)]
+        for unit in getattr(self.run._carrier, "units", ()):  # flat buffers
+            tensors += [tensor for tensor in (unit.gradient, unit.stored) if tensor is not None]
+        return sum(storages(tensors).values())
+
+    def update(self, *args):
+        self.gradients = self.held()
+        return self.step(*args)
+
+    def kept(self):
+        """All that lives and was not there before the step, but weights (gathered, or copies of them), and logits."""
+        module, vocabulary = self.run.module, self.vocabulary
+        ours = set(storages([*module.parameters(), *module.buffers()])) | self.before | self.live.apart
+        shapes = {tuple(p.shape) for p in module.parameters() if p.dim() > 1}
+        shapes |= {tuple(reversed(shape)) for shape in shapes}
+        total = 0
+        for key, reference in self.live.storages.items():
+            storage, shape = reference(), self.live.shapes.get(key, ())
+            if storage is not None and key not in ours and shape not in shapes and vocabulary not in shape[-1:]:
+                total += storage.nbytes()
+        return total
+
+
+class Shapes(LiveBytes):
+    """Also remembers the shape that a storage was first seen with, and which ones communication made."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.apart = {}, set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        for value in torch.utils._pytree.tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                key = local(value).untyped_storage()._cdata
+                self.shapes.setdefault(key, tuple(local(value).shape))
+                if operator.namespace in ("fsdp", "c10d", "_c10d_functional"):
+                    self.apart.add(key)
+        return result
+
+    def drop(self, key):
+        super().drop(key)
+        self.shapes.pop(key, None)
+        self.apart.discard(key)
+
+
+def said(rows, kinds, moment):
+    return sum(row.bytes for row in rows if row.kind in kinds and moment in row.moments)
+
+
+def compare(shape, plan):
+    config = SHAPES[shape]
+    spec = spec_from_config(config, shape)
+    with parameters_on_meta():
+        model = from_config(config, shape)
+    run = prepare(model, plan)
+    ids = torch.randint(0, 200, (plan.batch.micro_batch * plan.batch.accumulation, LENGTH))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    live = Shapes()
+    with live:
+        for _ in range(2 if plan.shard.carrier == "ddp" else 1):  # its buckets are made anew after the first step
+            run.step(batch)
+        watch = Watch(run, live, spec.vocab_size)
+        run.step(batch)
+    rank = dist.get_rank() if plan.layout.pp > 1 else 0
+    rows = [row for row in ledger(plan, spec, gpus()) if row.stage == rank]
+    settled = sum(storages([*run.module.parameters(), *run.state().values()]).values())
+    found = {
+        "weights and states": (settled, said(rows, SETTLED, "checkpoint")),
+        "gradients": (watch.gradients, said(rows, ("gradients",), "optimizer")),
+        "gradients between steps": (watch.held(), said(rows, ("gradients",), "checkpoint")),
+    }
+    if plan.layout.pp == 1:  # a pipeline's messages lie among them
+        kept = [row for row in rows if row.kind == "activations" or row.name == "gradient of the head's input"]
+        found["activations"] = (watch.activations, sum(row.bytes for row in kept if "loss" in row.moments))
+    run.close()
+    return found
+
+
+def main():
+    torch.set_num_threads(1)
+    (step, *wanted), found = sys.argv[1:], []
+    for name, (shape, plan) in cases(int(step)).items():
+        if all(word in name for word in wanted):
+            both = [None, None]
+            torch.manual_seed(0)
+            mine = compare(shape, plan)
+            dist.all_gather_object(both, mine)
+            found.append((name, both))
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
