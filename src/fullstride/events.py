@@ -76,7 +76,9 @@ class Span(Event, frozen=True, kw_only=True, tag="span"):
     start_ns: int
     end_ns: int
     micro_batch: int = 0
+    """In a pipeline, the first sample of what is computed."""
     stage: int = 0
+    """In a pipeline, the stage that computes."""
     clock: Clock = "host"
     stream: int = 0
     """Device stream; 0 on the host clock."""

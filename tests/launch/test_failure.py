@@ -6,6 +6,8 @@ from fullstride.files import write_json
 from fullstride.launch import failure as module
 from fullstride.launch.failure import classify, failure_of, hang
 from fullstride.launch.logs import gather_logs, launcher_log
+from fullstride.plan.plan import Layout, ModelRef, Pipeline, Plan, Workload
+from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
 
 TEXTS = {
@@ -76,6 +78,24 @@ def test_a_rank_that_waited_in_vain_is_not_the_cause(run_dir):
 def test_beside_a_killed_rank_the_others_are_not_asked(run_dir):
     left(run_dir, root_cause(1, -9), rank0="RuntimeError: Timed out waiting 600000ms for recv operation", rank1="")
     assert (failure_of(run_dir, 1).failure, failure_of(run_dir, 1).rank) == ("killed", 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "words"),
+    [("1f1b", 1, "rank 1 is stage 1 of 2"), ("zb-v", 2, "rank 1 is stage 1 and 2 of 4"), ("none", 1, "was killed (signal 9)")],
+)
+def test_a_failure_in_a_pipeline_names_the_stage(run_dir, schedule, chunks, words):
+    layout = Layout(dp_replicate=2) if schedule == "none" else Layout(pp=2)
+    plan = Plan(
+        model=ModelRef(source="tiny"),
+        workload=Workload(sequence_length=8, samples_per_step=4),
+        layout=layout,
+        pipeline=Pipeline(schedule=schedule, chunks=chunks),
+    )
+    write_plan(plan, run_dir.plan)
+    left(run_dir, root_cause(1, -9), rank0="", rank1="")
+    assert words in failure_of(run_dir, 1).message
+    assert ("stage" in failure_of(run_dir, 1).message) is (schedule != "none")
 
 
 @pytest.mark.parametrize(("before", "now", "expected"), [(3, 4, "out_of_memory"), (3, 3, "killed"), (None, 4, "killed")])

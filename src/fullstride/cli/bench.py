@@ -19,6 +19,7 @@ from fullstride.cli.output import Output
 from fullstride.cli.record import PAGE
 from fullstride.files import write_bytes, write_json
 from fullstride.measure.page import measurement_document
+from fullstride.measure.pipeline_page import pipeline_blocks, with_pipeline, write_perfetto
 from fullstride.report.html import html_of
 from fullstride.report.progress import ProgressView
 from fullstride.rundir import Failure
@@ -63,7 +64,8 @@ class Bench:
             measured = bench(driver, Record(name="plan", plan=plan), settings_of(args.full), deadline)
         if isinstance(measured, Failure):
             raise failed(measured, run_dir)
-        document = measurement_document(measured)
+        document = with_pipeline(measurement_document(measured), pipeline_blocks(run_dir, plan, spec, cluster))
+        write_perfetto(run_dir, plan, spec, cluster)
         write_json(run_dir.measurement, measured)
         write_bytes(run_dir.path / PAGE, html_of(document).encode())
         write_bytes(run_dir.done, b"")

@@ -12,8 +12,9 @@ from fullstride.cli.record import BEST, PAGE, RunRecord, Shown, read_run, read_s
 from fullstride.files import write_bytes
 from fullstride.measure.measurement import Comparison, Measurement
 from fullstride.measure.page import comparison_document, measurement_document
+from fullstride.measure.pipeline_page import pipeline_blocks, with_pipeline
 from fullstride.measure.training_page import training_document
-from fullstride.report.document import Document
+from fullstride.report.document import AnyBlock, Document
 from fullstride.report.html import html_of
 from fullstride.rundir import RunDir
 from fullstride.tune.page import ladder_document
@@ -64,8 +65,15 @@ def page_of_record(record: RunRecord) -> Document:
     if record.comparison:
         return comparison_document(record.comparison)
     if record.measurement:
-        return measurement_document(record.measurement)
+        return with_pipeline(measurement_document(record.measurement), _pipeline(record))
     return training_document(RunDir(root=record.root))
+
+
+def _pipeline(record: RunRecord) -> tuple[AnyBlock, ...]:
+    """The pipeline of a measured plan, where there is one."""
+    if record.plan is None or record.model is None or record.cluster is None:
+        return ()
+    return pipeline_blocks(RunDir(root=record.root), record.plan, record.model, record.cluster)
 
 
 def ladder_page(ladder: Ladder, record: RunRecord) -> Document:

@@ -136,7 +136,7 @@ def units(model: nn.Module, anatomy: Anatomy, *, table_apart: bool = False) -> t
         paths = tuple(path for path in (anatomy.final_norm, anatomy.head) if path)
         made.append(_unit("head", "head", paths, model))
     if anatomy.tied and table_apart:
-        made.append(_unit("head", "head", (anatomy.head,), model))
+        made.append(_unit("head", "head", (anatomy.embedding, anatomy.head), model))
     made.append(Unit(role="head", name="root", modules=(get(""),), paths=("",)))
     return tuple(made)
 

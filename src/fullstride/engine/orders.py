@@ -122,7 +122,7 @@ class OrderLoop:
         self._out.events.write(built.meter.read(built.run.step_index - 1))
         self._out.events.flush()
         if tracer:
-            built.run.on_phase = lambda _name: nullcontext()
+            built.run.on_phase = lambda _name, **_where: nullcontext()
             append_spans(self._out.run_dir.trace(self._place.rank), tracer.spans())
 
     def _step(self, built: Built, order: RunOrder, tracer: Tracer | None) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import gzip
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 import torch
@@ -44,6 +44,21 @@ def kernel_class(name: str) -> Kernel:
     return next((kind for kind, words in _CLASSES if any(word in lower for word in words)), "elementwise")
 
 
+class _Where(NamedTuple):
+    """What the host was at: fields of a Span."""
+
+    step: int
+    phase: Phase
+    micro_batch: int
+    stage: int
+
+
+class _Stretch(NamedTuple):
+    start: int
+    end: int
+    where: _Where
+
+
 class Tracer:
     """Profiles the steps of one order; `phase` and `step` go around what they name."""
 
@@ -52,7 +67,7 @@ class Tracer:
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._cuda else [])
         self._profile: Any = profile(activities=activities, acc_events=True)  # without it torch warns
-        self._phases: list[tuple[int, int, int, Phase]] = []
+        self._phases: list[_Stretch] = []
         self._step = 0
         self._anchors: list[Stretch] = []
 
@@ -74,13 +89,14 @@ class Tracer:
         self._step = step
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, micro_batch: int = 0, stage: int = 0) -> Iterator[None]:
         """A stretch of the host's time inside a step; fits `Run.on_phase`."""
         start = now_ns()
         try:
             yield
         finally:
-            self._phases.append((start, now_ns(), self._step, cast("Phase", name)))
+            where = _Where(self._step, cast("Phase", name), micro_batch, stage)
+            self._phases.append(_Stretch(start, now_ns(), where))
 
     def spans(self) -> list[Span]:
         """The window's spans, by start; called once it is closed."""
@@ -102,19 +118,17 @@ class Tracer:
         for event in events:
             if not event.on_device or event.end <= event.start:
                 continue
-            step, phase = self._at(launched.get(event.number, event.start))
+            where = self._at(launched.get(event.number, event.start))
             kind = kernel_class(event.name)
-            phase = "comm" if kind == "collective" else "h2d" if "HtoD" in event.name else phase
-            spans.append(_span(step, phase, (event.start, event.end), clock="device", stream=event.stream, kernel=kind))
+            phase = "comm" if kind == "collective" else "h2d" if "HtoD" in event.name else where.phase
+            stretch = event.start, event.end
+            spans.append(_span(where._replace(phase=phase), stretch, clock="device", stream=event.stream, kernel=kind))
         return spans
 
-    def _at(self, time_ns: int) -> tuple[int, Phase]:
-        """Step and phase in which the host was at a moment: the last phase that had begun by then."""
-        index = bisect.bisect_right(self._phases, time_ns, key=lambda p: p[0]) - 1
-        if not self._phases:
-            return self._step, "forward"
-        _, _, step, phase = self._phases[max(0, index)]
-        return step, phase
+    def _at(self, time_ns: int) -> _Where:
+        """Where the host was at a moment: in the last phase that had begun by then."""
+        index = bisect.bisect_right(self._phases, time_ns, key=lambda phase: phase.start) - 1
+        return self._phases[max(0, index)].where if self._phases else _Where(self._step, "forward", 0, 0)
 
     def _host_spans(self, events: Iterable[_Timed]) -> list[Span]:
         operators, talking = [], []
@@ -125,11 +139,11 @@ class Tracer:
                 operators.append((event.start, event.end))
         exposed = minus(union(talking), union(operators))
         spans = []
-        for start, end, step, phase in self._phases:
+        for start, end, where in self._phases:
             inside = minus([(start, end)], exposed)
-            spans += [_span(step, phase, stretch) for stretch in inside]
+            spans += [_span(where, stretch) for stretch in inside]
             waited = minus([(start, end)], inside)
-            spans += [_span(step, "comm", stretch, kernel="collective") for stretch in waited]
+            spans += [_span(where._replace(phase="comm"), stretch, kernel="collective") for stretch in waited]
         return spans
 
 
@@ -145,8 +159,8 @@ class _Timed:
         self.number = int(event.id)
 
 
-def _span(step: int, phase: Phase, stretch: Stretch, **more: Any) -> Span:
-    return Span(time_ns=stretch[1], step=step, phase=phase, start_ns=stretch[0], end_ns=stretch[1], **more)
+def _span(where: _Where, stretch: Stretch, **more: Any) -> Span:
+    return Span(time_ns=stretch[1], start_ns=stretch[0], end_ns=stretch[1], **where._asdict(), **more)
 
 
 def union(stretches: Iterable[Stretch]) -> list[Stretch]:

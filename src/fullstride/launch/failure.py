@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from fullstride.errors import FullstrideError
 from fullstride.files import read_json
 from fullstride.launch.logs import launcher_text, rank_text, ranks_with_logs
+from fullstride.plan.stages import num_stages, pipeline_place, place_of
+from fullstride.plan.toml import read_plan
 from fullstride.rundir import Failure, FailureClass, RunDir
 
 _SIGNS: tuple[tuple[FailureClass, str, str], ...] = (
@@ -63,7 +67,7 @@ def wanted_bytes(text: str) -> int:
 
 
 def failure_of(run_dir: RunDir, code: int, *, oom_kills_before: int | None = None) -> Failure:
-    """Why the workers of a RUN_DIR ended with this status.
+    """Why the workers of a RUN_DIR ended with this status; in a pipeline, with the failed rank's stage.
 
     Their own word (`FAILED.json`) counts first; then the log of the rank that torchrun names as the first to fail; then
     the other ranks' logs; then the signal.
@@ -73,6 +77,25 @@ def failure_of(run_dir: RunDir, code: int, *, oom_kills_before: int | None = Non
         code: exit status of the job, 128 + n for signal n.
         oom_kills_before: `oom_kills()` when they were started, to tell a kill for want of memory from another.
     """
+    return with_stage(_failure_of(run_dir, code, oom_kills_before), run_dir)
+
+
+def with_stage(failure: Failure, run_dir: RunDir) -> Failure:
+    """The failure, with the pipeline stages of its rank in the message; as it is without a pipeline or a rank."""
+    try:
+        plan = read_plan(run_dir.plan) if run_dir.plan.exists() else None
+    except FullstrideError:
+        return failure
+    if plan is None or plan.layout.pp == 1 or not 0 <= failure.rank < plan.layout.world_size or "stage" in failure.message:
+        return failure
+    place = pipeline_place(plan.layout, failure.rank)
+    own = [stage for stage in range(num_stages(plan)) if place_of(plan, stage)[0] == place]
+    words = " and ".join(str(stage) for stage in own)
+    told = f"rank {failure.rank} is stage {words} of {num_stages(plan)}"
+    return replace(failure, message=f"{failure.message} ({told})")
+
+
+def _failure_of(run_dir: RunDir, code: int, oom_kills_before: int | None) -> Failure:
     if run_dir.failed.exists():
         try:
             return read_json(run_dir.failed, Failure)

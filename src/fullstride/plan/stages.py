@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec, Stack
-from fullstride.plan.plan import Plan
+from fullstride.plan.plan import Layout, Plan
 
 
 class Stage(Value, frozen=True, kw_only=True):
@@ -50,6 +50,15 @@ def blocks_per_stage(plan: Plan, spec: ModelSpec) -> tuple[int, ...]:
         return plan.pipeline.layers_per_stage
     each, over = divmod(spec.num_blocks, stages)
     return tuple(each + (index < over) for index in range(stages))
+
+
+def pipeline_place(layout: Layout, rank: int) -> int:
+    """The pipeline rank of a rank of the world."""
+    for axis in reversed([axis for axis in layout.order if axis != "ep"]):
+        rank, place = divmod(rank, getattr(layout, axis))
+        if axis == "pp":
+            return int(place)
+    return 0
 
 
 def place_of(plan: Plan, index: int) -> tuple[int, int]:

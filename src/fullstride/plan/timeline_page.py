@@ -55,9 +55,11 @@ def timeline_document(
     return Document(title=title, subtitle=subtitle, blocks=timeline_blocks(timeline, most_bars=most_bars))
 
 
-def timeline_blocks(timeline: PipelineTimeline, *, most_bars: int = _MOST_BARS) -> tuple[AnyBlock, ...]:
-    """The parts of `timeline_document`, for a page that shows more."""
-    picture = timeline_block(timeline, most_bars=most_bars)
+def timeline_blocks(
+    timeline: PipelineTimeline, *, title: str = "Pipeline", most_bars: int = _MOST_BARS
+) -> tuple[AnyBlock, ...]:
+    """The parts of `timeline_document`, for a page that shows more; `title`: of the picture."""
+    picture = timeline_block(timeline, title=title, most_bars=most_bars)
     return (_figures(timeline), picture, _ranks(timeline), *_waits(timeline), *_memory(timeline))
 
 
@@ -134,8 +136,8 @@ def _ranks(timeline: PipelineTimeline) -> Table:
 
 def _rank_cells(rank: RankTimeline) -> tuple[str, ...]:
     times = (format_seconds(rank.busy_seconds), format_percent(rank.idle_share), *map(format_seconds, (rank.start, rank.end)))
-    alive = " + ".join(str(count) for count in rank.peak_samples) or "0"
-    return (str(rank.rank), *times, alive, format_bytes(round(rank.peak_bytes)))
+    alive = " + ".join(str(count) for count in rank.peak_samples) or "-"
+    return (str(rank.rank), *times, alive, format_bytes(round(rank.peak_bytes)) if rank.peak_bytes else "-")
 
 
 def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
@@ -163,6 +165,8 @@ def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
 
 
 def _reason(action: Action) -> str:
+    if not action.kind.startswith("recv"):
+        return f"the host to launch the {action_words(action)}"
     what = "activations" if action.kind == "recv_forward" else "gradients"
     return f"{what} of {_samples(action)} from rank {action.peer}, chunk {action.chunk}"
 
