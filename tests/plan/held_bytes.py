@@ -108,7 +108,7 @@ class Watch:
     def __init__(self, run, live, vocabulary):
         self.run, self.live, self.vocabulary = run, live, vocabulary
         self.gradients = self.activations = 0
-        self.before = {key for key, reference in live.storages.items() if reference() is not None}
+        live.apart |= {key for key, reference in live.storages.items() if reference() is not None}
         self.step = run._applied.optimizer.update
         run._applied.optimizer.update = self.update
         run.on_phase = self.phase
@@ -134,7 +134,7 @@ class Watch:
     def kept(self):
         """All that lives and was not there before the step, but weights (gathered, or copies of them), and logits."""
         module, vocabulary = self.run.module, self.vocabulary
-        ours = set(storages([*module.parameters(), *module.buffers()])) | self.before | self.live.apart
+        ours = set(storages([*module.parameters(), *module.buffers()])) | self.live.apart
         shapes = {tuple(p.shape) for p in module.parameters() if p.dim() > 1}
         shapes |= {tuple(reversed(shape)) for shape in shapes}
         total = 0
@@ -146,7 +146,7 @@ class Watch:
 
 
 class Shapes(LiveBytes):
-    """Also remembers the shape that a storage was first seen with, and which ones communication made."""
+    """Also remembers the shape that a storage was first seen with, and which ones communication made, or a step before this."""
 
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ from fullstride.plan.ledger.local import local_of
 from fullstride.plan.ledger.reserved import FRAGMENTATION
 from fullstride.plan.ledger.table import ledger, moments_of, peak_device_bytes, peak_of
 from fullstride.plan.ledger.totals import chance, fullest, static_bytes, totals
-from fullstride.plan.plan import Adapter, Batch, Compile, Layout, Optimizer, Pipeline, Recompute, Shard, Workload
+from fullstride.plan.plan import Adapter, Batch, Compile, Layout, Loss, Optimizer, Pipeline, Recompute, Shard, Workload
 from fullstride.plan.stages import blocks_per_stage, stages_of
 
 GPUS = gpus()
@@ -130,7 +130,9 @@ def test_logits_stand_on_the_last_stage_cut_by_tensor_parallelism():
     plan = plan_for(layout=Layout(tp=4, pp=2), pipeline=Pipeline(schedule="1f1b"), precision=FP32)
     rows = [r for r in ledger(plan, spec, GPUS) if r.kind == "logits"]
     assert {r.stage for r in rows} == {1}
-    assert sum(r.bytes for r in rows if "loss" in r.moments) == 2 * 64 * 25 * 4 * 4
+    assert sum(r.bytes for r in rows if "loss" in r.moments) == 2 * 64 * 25 * (4 + 4)
+    torchs = replace(plan, loss=Loss(fused="operators"))
+    assert sum(r.bytes for r in ledger(torchs, spec, GPUS) if r.kind == "logits" and "loss" in r.moments) == 2 * 64 * 25 * 16
 
 
 def test_peaks_are_of_the_fullest_rank():

@@ -204,9 +204,9 @@ class Loss(Value, frozen=True, kw_only=True):
     """`model`: the model's own logits, whole; `chunked`: head and loss by chunks of tokens, logits never stand whole."""
     chunk_tokens: int = 4096
     """Tokens of one chunk."""
-    fused: Literal["no", "script", "native"] = "no"
+    fused: Literal["no", "script", "native", "operators"] = "no"
     """Megatron's cross entropy: operators in place, a scripted fusion (which makes one more fp32 copy), or one kernel that
-    turns logits into their gradient where they stand."""
+    turns logits into their gradient where they stand; `operators`: torch's `loss_parallel`, each operator by itself."""
 
 
 class Kernels(Value, frozen=True, kw_only=True):

@@ -110,7 +110,7 @@ def _training(plan: Plan) -> dict[str, Any]:
         options |= {"optimizer-cpu-offload": True, "optimizer-offload-fraction": plan.optimizer.cpu_share}
     if plan.overlap.deferred_head:
         options |= {"defer-embedding-wgrad-compute": True, "wgrad-deferral-limit": plan.overlap.deferred_head}
-    if plan.loss.fused != "no":
+    if plan.loss.fused in ("script", "native"):
         options["cross-entropy-fusion-impl"] = "te" if plan.loss.fused == "native" else "native"
     return options | _recompute(plan) | _attention(plan)
 
@@ -141,7 +141,7 @@ def _switches(plan: Plan) -> dict[str, bool]:
         "overlap-moe-expert-parallel-comm": plan.overlap.experts,
         "no-gradient-accumulation-fusion": not plan.kernels.gradient_fusion,
         "enable-cuda-graph": plan.compile.graphs,
-        "cross-entropy-loss-fusion": plan.loss.fused != "no",
+        "cross-entropy-loss-fusion": plan.loss.fused in ("script", "native"),
     }
 
 

@@ -8,6 +8,7 @@ from fullstride.plan.facts import BYTES, compute_bytes, master_bytes
 from fullstride.plan.ledger.cuts import padded_vocabulary
 from fullstride.plan.ledger.local import Local
 from fullstride.plan.ledger.row import LATE, row
+from fullstride.plan.plan import Plan
 
 AHEAD: tuple[MomentName, ...] = ("forward_end",)
 
@@ -22,15 +23,25 @@ def logits(local: Local, cluster: Cluster) -> tuple[Row, ...]:
         return _chunked(local, vocabulary)
     if plan.shard.carrier == "megatron":
         return _megatron(local, vocabulary)
+    count = local.micro_tokens * vocabulary
+    forward, loss = copies_of(plan)
+    ahead = row("logits, widened, log-softmax", "logits", count * forward, f"tokens x vocabulary x {forward} B", AHEAD)
+    return (ahead, row("logits and gradients", "logits", count * loss, f"tokens x vocabulary x {loss} B", ("loss",)))
+
+
+def copies_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of all copies of a logit at the end of forward and in the loss's backward.
+
+    Whole: log-softmax and two gradients of it. Cut over ranks: the logits as they are, one wide copy, and what is made of it
+    (`engine/loss.py`); torch's `loss_parallel` (torch/distributed/tensor/parallel/loss.py) holds four wide ones.
+    """
     head, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
     copy = wide if head != wide else 0
-    count, copies = local.micro_tokens * vocabulary, 3
-    source = f"tokens x vocabulary x ({head} + {copy} + {wide}) B"
-    forward = row("logits, widened, log-softmax", "logits", count * (head + copy + wide), source, AHEAD)
-    if plan.layout.tp > 1:  # torch/distributed/tensor/parallel/loss.py does backward operator by operator
-        copies = 4
-    source = f"tokens x vocabulary x {copies} x {wide} B"
-    return (forward, row("log-softmax and gradients", "logits", count * copies * wide, source, ("loss",)))
+    if plan.layout.tp == 1:
+        return head + copy + wide, 3 * wide
+    if plan.loss.fused == "operators":
+        return head + copy + 2 * wide, 4 * wide
+    return head + copy + wide, head + copy + wide
 
 
 def _chunked(local: Local, vocabulary: int) -> tuple[Row, ...]:
@@ -62,7 +73,7 @@ def _megatron(local: Local, vocabulary: int) -> tuple[Row, ...]:
     """
     plan, count = local.plan, local.micro_tokens * vocabulary * (1 + predictions(local))
     head = BYTES[plan.precision.head]
-    wide = {"no": 4 if head < 4 else 0, "script": 8, "native": 0}[plan.loss.fused]
+    wide = {"script": 8, "native": 0}.get(plan.loss.fused, 4 if head < 4 else 0)
     source = f"tokens x padded vocabulary / tp x ({head} + {wide}) B"
     found = [row("logits and fp32 copies", "logits", count * (head + wide), source, (*AHEAD, "loss"))]
     if plan.loss.fused == "native" and not plan.kernels.gradient_fusion:  # made while logits still stand

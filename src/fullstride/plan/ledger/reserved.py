@@ -35,7 +35,8 @@ def _narrow_logits(local: Local) -> Row:
     plan = local.plan
     narrow, wide = BYTES[plan.precision.head], BYTES[plan.precision.loss]
     own = plan.loss.kind == "model" and plan.shard.carrier not in ("megatron", "deepspeed")
-    there = own and local.head.count and narrow < wide
+    freed = plan.layout.tp == 1 or plan.loss.fused == "operators"  # else they stay to the loss's backward
+    there = own and freed and local.head.count and narrow < wide
     count = local.micro_tokens * padded_vocabulary(plan, local.spec.vocab_size) / plan.layout.tp if there else 0.0
     source = f"tokens x vocabulary x {narrow} B: free, too small for the next"
     return row("block of narrow logits", "fragmentation", count * narrow, source, ALL)

@@ -353,7 +353,7 @@ def plan_of(row: dict[str, str], convention: Convention, spec: ModelSpec) -> Pla
         precision=_precision(row.get("precision", ""), note, convention),
         kernels=Kernels(attention=_attention(row.get("flash_attention", ""), convention)),
         adapter=Adapter(rank=8 if "LoRA Performance" in note or note.startswith("LoRA") else 0),
-        loss=Loss(kind="model"),
+        loss=Loss(fused="operators" if convention.root_kept and tp > 1 else "no"),
         compile=Compile(mode="block" if convention.compiled or fused else "off", graphs=bool(mixture and modern)),
         data=Data(workers=2, pin=True),
         overlap=Overlap(
