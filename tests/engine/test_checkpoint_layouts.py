@@ -175,6 +175,7 @@ def full_disk_of_one_rank(rank, folder, group):
     assert [path.name for path in complete(folder / "full")] == ["step-00000003"]
 
 
+@pytest.mark.multi
 def test_every_layout_reads_what_every_other_wrote_and_a_fault_of_one_rank_is_told_on_all(tmp_path):
     mp.spawn(work, args=(tmp_path,), nprocs=4)
 

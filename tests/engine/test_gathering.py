@@ -55,6 +55,7 @@ def work(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.multi
 def test_every_rank_gets_the_whole_or_rank_0_alone(tmp_path):
     mp.spawn(work, args=(str(tmp_path),), nprocs=4)
 
