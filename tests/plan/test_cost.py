@@ -99,7 +99,7 @@ def test_a_step_is_not_faster_than_its_host():
     host = next(term for term in small.terms if term.name == "host launches")
     assert small.step_seconds >= host.seconds
     large = by_name(plan_for(micro=8, sequence=4096), GPUS, LARGE)["host launches"]
-    assert large.exposed_seconds == STEP_SECONDS < large.seconds
+    assert STEP_SECONDS <= large.exposed_seconds < 1.1 * STEP_SECONDS < large.seconds  # far from balance nothing is lost
 
 
 def test_optimizer_is_bytes_over_bandwidth_and_shared_by_ranks():

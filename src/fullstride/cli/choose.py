@@ -15,6 +15,7 @@ from fullstride.errors import BadInput, UsageError
 from fullstride.files import convert
 from fullstride.launch.inspector import spec_of
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.calibration import calibrated
 from fullstride.plan.defaults import default_workload
 from fullstride.plan.plan import ModelRef, Plan, Recipe
 from fullstride.plan.rules import inert, require
@@ -51,7 +52,8 @@ def rank_plans(
     workload = default_workload(
         spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data, num_ranks=num_ranks
     )
-    return search(spec, cluster, model, workload, recipe or Recipe(), num_ranks=num_ranks), spec
+    reached = calibrated(cluster, "fsdp2")
+    return search(spec, reached, model, workload, recipe or Recipe(), num_ranks=num_ranks), spec
 
 
 def plan_here(source: str, num_ranks: int | None, out: Output) -> Plan:

@@ -15,6 +15,8 @@ from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
 from fullstride.errors import BadInput, DoesNotFit
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.calibration import calibrated
+from fullstride.plan.coefficients_page import coefficients_table
 from fullstride.plan.estimate import Estimate
 from fullstride.plan.explain import against_blocks, explain_plan
 from fullstride.plan.formats.detect import read_any
@@ -51,15 +53,17 @@ class Explain:
     def run(self, args: argparse.Namespace, out: Output) -> int:
         """Price and show."""
         plan, spec = _read(args.plan, args, out)
-        cluster = cluster_for(plan, args.cluster)
+        here = cluster_for(plan, args.cluster)
+        cluster = calibrated(here, plan.shard.carrier)
         if cluster.assumed:
             out.warn(cluster_words(cluster))
         estimate = _priced(plan, spec, cluster, out)
         document = explain_plan(plan, estimate, spec, cluster)
-        more = [*_timeline(plan, spec, cluster)]
+        more: list[AnyBlock] = [*_timeline(plan, spec, cluster), *coefficients_table(cluster)]
         if args.against:
             other, its_spec = _read(args.against, args, out)
-            more += against_blocks(plan, estimate, other, _priced(other, its_spec, cluster, out))
+            its = _priced(other, its_spec, calibrated(here, other.shard.carrier), out)
+            more += against_blocks(plan, estimate, other, its)
         out.show(replace(document, blocks=(*document.blocks, *more)), estimate)
         return 0 if estimate.fits else DoesNotFit.exit_code
 

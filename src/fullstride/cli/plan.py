@@ -12,6 +12,7 @@ from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
 from fullstride.errors import DoesNotFit
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.calibration import calibrated
 from fullstride.plan.defaults import default_workload
 from fullstride.plan.explain import explain_ranking
 from fullstride.plan.plan import Plan, Recipe
@@ -55,7 +56,7 @@ class PlanVerb:
         target = Path(args.output) if args.output else None
         if target:
             refuse_existing(target)
-        cluster = choose_cluster(args.cluster, args.gpu, args.gpus, args.gpus_per_node)
+        cluster = calibrated(choose_cluster(args.cluster, args.gpu, args.gpus, args.gpus_per_node), "fsdp2")
         if cluster.assumed:
             out.warn(cluster_words(cluster))
         ranking, spec = _search(args, cluster)

@@ -166,6 +166,8 @@ class Coefficients(Value, frozen=True, kw_only=True):
     """Device time that any kernel costs, however small."""
     step_seconds: float = 1e-3
     """Host time of a step that no operator has."""
+    loss_seconds: float = 0.0
+    """Host time of each micro-batch's loss that no operator has: averaged over ranks, read, timed."""
     hidden_share: float = 0.9
     """Share of computation that communication of data parallelism can hide behind."""
     tensor_hidden: float = 0.5

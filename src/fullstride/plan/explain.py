@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.calibration import words_of
 from fullstride.plan.cost.comm import volumes
 from fullstride.plan.estimate import Candidate, Estimate, Moment, MomentName, Row, RowKind
 from fullstride.plan.facts import num_parameters
@@ -115,8 +116,8 @@ def machine(cluster: Cluster) -> tuple[Text, ...]:
     if network:
         told += f", {network.name} between nodes at {network.bandwidth.value * 8 / 1e9:.0f} Gbit/s a device"
     if cluster.assumed:
-        return (Text(text=f"Assumed cluster, nobody probed it: {told}.", tone="warn"),)
-    measured = "measured" if cluster.matmuls else "not measured: figures of data sheets and assumptions"
+        return (Text(text=f"Assumed cluster, nobody probed it: {told}; {words_of(cluster)}.", tone="warn"),)
+    measured = "measured" if cluster.matmuls else f"not measured: figures of data sheets; {words_of(cluster)}"
     return (Text(text=f"{told}; {measured}.", tone="quiet"),)
 
 

@@ -17,14 +17,15 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.errors import RuleBroken
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost import comm, compute
-from fullstride.plan.cost.lanes import Held, again, host_seconds, recomputed
+from fullstride.plan.cost.lanes import Held, again, rank_seconds, recomputed, sized
+from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import Piece, local_tokens, pieces
 from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import Part, compute_bytes
 from fullstride.plan.ledger.alive import alive
 from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
-from fullstride.plan.plan import Pipeline, Plan
+from fullstride.plan.plan import Plan
 from fullstride.plan.schedule.balance import balance_stages
 from fullstride.plan.schedule.checker import require_runnable
 from fullstride.plan.schedule.generators import generate
@@ -116,14 +117,14 @@ def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[i
     """
     cluster = slowest(cluster)
     stages, sizes = stages_of(plan, spec), sizes or sizes_of(plan)
-    held = [_held(_sized(plan, size), spec, cluster, stage, stages) for stage, size in zip(stages, sizes, strict=True)]
+    held = [_held(sized(plan, size), spec, cluster, stage, stages) for stage, size in zip(stages, sizes, strict=True)]
     rows = ledger(plan, spec, cluster)
     memory = [_bytes(plan, rows, rank) for rank in range(plan.layout.pp)]
     send, update = _send_seconds(plan, spec, cluster), compute.optimizer(plan, spec, cluster).seconds
     reduced = sum(make(plan, spec, cluster).exposed_seconds for make in (comm.all_reduce, comm.own_reduce, comm.reduce))
     found = []
     for stage, size, parts in zip(stages, sizes, held, strict=True):
-        seconds = _seconds(_sized(plan, size), spec, cluster, stage, parts)
+        seconds = _seconds(sized(plan, size), spec, cluster, stage, parts)
         here = memory[stage.rank]
         found.append(
             StageDurations(
@@ -210,7 +211,7 @@ def _balanced(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
             pp=plan.layout.pp,
             chunks=chunks_of(plan),
             embedding_seconds=first,
-            head_seconds=last + _loss_seconds(plan, spec, cluster),
+            head_seconds=last + loss_passes(plan, spec, cluster).seconds,
             block_bytes=(1.0,) * len(blocks),
             stage_limits=tuple(most),
         )
@@ -242,10 +243,6 @@ def choose_sizes(plan: Plan, spec: ModelSpec, cluster: Cluster, *, most_tries: i
     )
 
 
-def _sized(plan: Plan, size: int) -> Plan:
-    return plan if size == plan.batch.micro_batch else replace(plan, batch=replace(plan.batch, micro_batch=size))
-
-
 def _alone(plan: Plan, part: Part, piece: Piece) -> float:
     """Seconds of one part, made again as often as its like are."""
     share = 1.0 / plan.recompute.every if part.group == "blocks" else 0.0
@@ -275,20 +272,14 @@ class _Seconds(NamedTuple):
 
 
 def _seconds(plan: Plan, spec: ModelSpec, cluster: Cluster, stage: Stage, held: tuple[Held, ...]) -> _Seconds:
-    loss = _loss_seconds(plan, spec, cluster) / 2 if stage.has_head else 0.0
+    loss = loss_passes(plan, spec, cluster).seconds / 2 if stage.has_head else 0.0
     forward = sum(h.many * h.piece.forward for h in held) + loss
     weights = sum(h.many * h.piece.products_backward for h in held) / 2
     inputs = sum(h.many * h.piece.backward for h in held) - weights + loss
     repeated = sum(h.recomputed * again(plan, h.piece) for h in held)
     total = forward + weights + inputs + repeated
-    slower = max(1.0, host_seconds(plan, cluster, held) / total) if total else 1.0
+    slower = rank_seconds(plan, spec, cluster, held) / total if total else 1.0
     return _Seconds(forward * slower, inputs * slower, weights * slower, repeated * slower)
-
-
-def _loss_seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
-    """Passes over the logits of one micro-batch, wherever the head is."""
-    whole = replace(plan, layout=replace(plan.layout, pp=1), pipeline=Pipeline())
-    return compute.loss(whole, spec, cluster).seconds / plan.batch.accumulation
 
 
 def _send_seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:

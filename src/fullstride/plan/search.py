@@ -151,7 +151,8 @@ def _wide(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster, wishes: Wis
         smallest = min(found, key=lambda item: item.score.peak_bytes).plan
         told = [(smallest, price(smallest, spec, cluster))]
         raise does_not_fit(told, spec, cluster, base, ranks, considered=priced)
-    return _wide_ranking(priced, fitting, _words(explored, priced, size, offloaded, cluster), explored, spec, cluster)
+    words = _words(explored, priced, size, offloaded, cluster)
+    return _wide_ranking(priced, fitting, words, explored, spec, cluster, wishes)
 
 
 def _require_work(base: Plan, ranks: int, spec: ModelSpec, cluster: Cluster) -> None:
@@ -175,13 +176,19 @@ def _nothing(base: Plan, ranks: int) -> BadInput:
 
 
 def _wide_ranking(
-    priced: int, fitting: list[Found], words: str, explored: Exploration, spec: ModelSpec, cluster: Cluster
+    priced: int,
+    fitting: list[Found],
+    words: str,
+    explored: Exploration,
+    spec: ModelSpec,
+    cluster: Cluster,
+    wishes: Wishes,
 ) -> Ranking:
     kinds: dict[tuple[object, ...], Found] = {}
     for item in fitting:
         kinds.setdefault(_wide_name(item), item)
     distinct = list(kinds.values())
-    best = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[:NUM_BEST]]
+    best = _refined([(item.plan, price(item.plan, spec, cluster)) for item in distinct[:NUM_BEST]], spec, cluster, wishes)
     runs = tuple(not check(plan, spec, cluster) for plan, _ in best)
     runnable = next((item.plan for item in fitting if item.degrees.data_only and not check(item.plan, spec, cluster)), None)
     shown = None if runs[0] else runnable
@@ -200,6 +207,15 @@ def _wide_ranking(
         runnable_estimate=price(shown, spec, cluster) if shown else None,
         neighbours=near,
     )
+
+
+def _refined(best: list[Priced], spec: ModelSpec, cluster: Cluster, wishes: Wishes) -> list[Priced]:
+    """The best few, their pipelines' stages chosen by the simulator, in order again."""
+    if all(plan.layout.pp == 1 for plan, _ in best):
+        return best
+    from fullstride.plan.refine import refined  # no pipeline, no simulator to load
+
+    return refined(best, spec, cluster, wishes)
 
 
 def _wide_name(item: Found) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import groupby, product
 
 from msgspec.structs import replace
 
@@ -37,7 +37,8 @@ def work_plan(
 ) -> tuple[Plan, int]:
     """A plan that holds the work alone, and the number of ranks: all devices unless said otherwise."""
     ranks = cluster.num_devices if num_ranks is None else num_ranks
-    made = MadeFor(cluster=cluster.digest, device=cluster.device.kind, versions=dict(cluster.versions))
+    machine = replace(cluster, coefficients=None) if cluster.coefficients else cluster  # a calibration is no machine
+    made = MadeFor(cluster=machine.digest, device=cluster.device.kind, versions=dict(cluster.versions))
     named = ModelRef(source=model.source, digest=model.digest or spec.digest)
     return Plan(model=named, workload=workload, recipe=recipe, made_for=made), ranks
 
@@ -122,6 +123,7 @@ def summary(plan: Plan) -> str:
     cast = {"none": precision.block, "autocast": f"{precision.block} autocast", "weights": f"{precision.block} weights"}
     return ", ".join((
         *_degrees(plan),
+        *_stages(plan),
         _sharing(plan),
         f"micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}",
         f"recompute {recompute.mode.replace('_', '+')}{every}",
@@ -143,6 +145,18 @@ def _degrees(plan: Plan) -> list[str]:
     schedule = f" {pipe.schedule}" + (f" x {pipe.chunks}" if pipe.chunks > 1 else "")
     found = [f"{axis} {size}" for axis in ("tp", "cp", "ep") if (size := getattr(layout, axis)) > 1]
     return found + ([f"pp {layout.pp}{schedule}"] if layout.pp > 1 else [])
+
+
+def _stages(plan: Plan) -> list[str]:
+    """What stages do not have alike: `blocks 7 + 14 x 8 + 7`, `micro-batches 3 x 2 + 1`."""
+    pipe = plan.pipeline
+    lists = (("blocks", pipe.layers_per_stage), ("micro-batches", pipe.micro_batch_per_stage))
+    return [f"{name} {_runs(values)}" for name, values in lists if len(set(values)) > 1]
+
+
+def _runs(values: tuple[int, ...]) -> str:
+    found = [(value, len(list(same))) for value, same in groupby(values)]
+    return " + ".join(f"{many} x {value}" if many > 1 else f"{value}" for value, many in found)
 
 
 def _sharing(plan: Plan) -> str:

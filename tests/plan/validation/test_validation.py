@@ -1,15 +1,17 @@
 """Rows to cases, conventions by source, error statistics, the constant-utilisation model; made-up rows of the public form."""
 
 import csv
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from fullstride.cluster.catalogue import DEVICES
-from fullstride.cluster.cluster import Coefficients
+from fullstride.cluster.catalogue import DEVICES, assumed_cluster
+from fullstride.cluster.cluster import Coefficients, MatmulPoint
 from fullstride.errors import BadInput
-from fullstride.plan.calibration import calibration_for, calibrations
+from fullstride.plan.calibration import calibrated, calibration, calibration_for, words_of
 from fullstride.plan.validation.conventions import CONVENTIONS, convention_of
 from fullstride.plan.validation.errors import errors_of, ideal_seconds, naive_seconds
 from fullstride.plan.validation.machines import kind_of_gpu, network_of
@@ -240,9 +242,16 @@ def test_coefficients_can_be_given_and_calibrations_are_whole(tmp_path):
     (quick,) = predict_file(read(tmp_path, ROW))
     (other,) = predict_file(read(tmp_path, ROW, coefficients=slow))
     assert other.seconds > 1.3 * quick.seconds
-    for (kind, framework), item in calibrations().items():
-        assert kind in DEVICES and calibration_for(kind, framework) is item.coefficients
-        assert item.rows > 0 and item.error_held_out > 0 and framework in item.coefficients.source
+    names = [entry.name for entry in (files("fullstride.plan") / "calibrations").iterdir()]
+    for name in names:
+        kinds = [kind for kind in sorted(DEVICES, key=len, reverse=True) if name.endswith(f"-{kind}.toml")]
+        kind, framework = kinds[0], name[: -len(kinds[0]) - len("-.toml")]
+        item = calibration(kind, framework)
+        assert item is not None and (item.kind, item.framework) == (kind, framework)
+        assert calibration_for(kind, framework) is item.coefficients
+        assert item.rows >= item.networks > 0 and item.error_held_out > 0
+        assert item.coefficients.source == f"calibration {framework} on {kind}"
+    assert names
     assert calibration_for("a100-sxm-80", "nothing") is None
 
 
@@ -261,3 +270,14 @@ def test_a_prediction_of_a_plain_run_is_near(tmp_path):
     assert done.seconds == pytest.approx(sum(term.exposed_seconds for term in done.terms))
     assert done.error("time") == pytest.approx(100 * (done.seconds / 1.9 - 1))
     assert done.error("peak_memory") is None
+
+
+def test_a_calibration_stands_in_where_nothing_was_measured():
+    plain = assumed_cluster("h100-sxm-96", 8)
+    ours, megatron = calibrated(plain, "fsdp2"), calibrated(assumed_cluster("h100-sxm", 8), "megatron")
+    assert "torchtitan on h100-sxm-96" in words_of(ours) and "megatron-bridge" in words_of(megatron)
+    assert words_of(plain).endswith("assumed")
+    assert calibrated(ours, "megatron") is ours  # what a cluster brings of its own stays
+    assert calibrated(assumed_cluster("l4", 1), "fsdp2").coefficients is None  # nothing was fitted on it
+    known = replace(plain, matmuls=(MatmulPoint(dtype="bf16", m=1, n=1, k=1, seconds=1e-5),))
+    assert calibrated(known, "fsdp2") is known

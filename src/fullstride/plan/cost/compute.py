@@ -7,14 +7,15 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.inside import expert_weights, local_parameters
 from fullstride.plan.cost.lanes import again, busiest
-from fullstride.plan.cost.pieces import FUSED, gradient_traffic, local_tokens, thread_factor
+from fullstride.plan.cost.logits import loss_passes
+from fullstride.plan.cost.pieces import FUSED, gradient_traffic, thread_factor
 from fullstride.plan.estimate import Confidence, Term, TermKind
 from fullstride.plan.facts import BYTES
 from fullstride.plan.plan import Plan
 
-SEPARATE_PASSES = {"megatron": 6.0, "deepspeed": 30.0}
+SEPARATE_PASSES = {"megatron": 6.0, "deepspeed": 12.0}
 """Bytes a parameter that a framework's optimizer moves beside AdamW's own: narrow copy and cleared gradients (Megatron);
-gradients widened, unscaled, checked and clipped in passes of their own, weights copied back (DeepSpeed's fp16)."""
+gradients read narrow and written wide, weights read wide and written narrow (DeepSpeed's fp16)."""
 
 
 def term(name: str, kind: TermKind, seconds: float, source: str, confidence: Confidence, exposed: float | None = None) -> Term:
@@ -68,17 +69,10 @@ def loss(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Passes over logits: widening, log-softmax, its backward, narrowing; the head's products are counted with the products."""
     if not any(h.part.group == "head" for h in busiest(plan, spec, cluster)):
         return term("logits and loss", "loss", 0.0, "on another stage", "modelled")
-    head, wide, tokens = BYTES[plan.precision.head], BYTES[plan.precision.loss], local_tokens(plan)
-    narrow = 2 * (head + wide) if head != wide else 0  # widen and narrow again
-    each = narrow + 6 * wide  # log-softmax reads and writes; nll's gradient; its backward reads two and writes one
-    extra = 0.0
-    if plan.loss.kind == "chunked":
-        each = 3 * head if plan.compile.mode == "block" else narrow + 10 * wide
-        chunks = -(-tokens // plan.loss.chunk_tokens)
-        extra = (chunks * 8.0 + 6.0) * spec.vocab_size * spec.hidden_size  # the weight's gradient: summed in fp32, scaled once
-    rate = rates.copy_seconds(cluster, (tokens * spec.vocab_size * each + extra) / plan.layout.tp)
-    seconds = rate.seconds * plan.batch.accumulation
-    return term("logits and loss", "loss", seconds, f"{each} B a logit over {rate.source}", rate.confidence)
+    passes = loss_passes(plan, spec, cluster)
+    seconds = passes.seconds * plan.batch.accumulation
+    source = f"{passes.each} B a logit over {passes.rate.source}"
+    return term("logits and loss", "loss", seconds, source, passes.rate.confidence)
 
 
 def stepped_parameters(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:

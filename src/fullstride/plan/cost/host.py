@@ -8,8 +8,8 @@ from fullstride.cluster import rates
 from fullstride.cluster.catalogue import PCIE_BYTES
 from fullstride.cluster.cluster import DEFAULT_COEFFICIENTS, Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.compute import stepped_parameters, term
-from fullstride.plan.cost.lanes import busiest, host_seconds, micro_seconds, operators
+from fullstride.plan.cost.compute import optimizer, stepped_parameters, term
+from fullstride.plan.cost.lanes import busiest, micro_seconds, operators, paced, part_host_seconds, part_seconds
 from fullstride.plan.cost.pieces import local_tokens
 from fullstride.plan.estimate import Term
 from fullstride.plan.facts import BYTES, num_tensors
@@ -27,18 +27,23 @@ TOKENIZER_SECONDS = 1e-6
 
 
 def launches(plan: Plan, spec: ModelSpec, cluster: Cluster, device_seconds: float) -> Term:
-    """Host time to launch a step. On a GPU only what exceeds the device's work shows: a step is never faster than its host.
+    """Host time to launch a step. On a GPU only what it holds the device up shows (`lanes.paced`), and a step's own.
 
-    `device_seconds` is the work of the busiest rank without waiting and without what stands after the last micro-batch.
+    `device_seconds` is the work of the busiest rank without waiting and without what stands after the last micro-batch: what
+    of it is not in the parts themselves (communication) gives the host time, spread over them.
     """
     launch = rates.launch_seconds(cluster)
     held, step, micro = busiest(plan, spec, cluster), cluster.reached.step_seconds, plan.batch.accumulation
-    seconds = host_seconds(plan, cluster, held) * micro + step
+    times = [(part_seconds(plan, spec, cluster, h), part_host_seconds(plan, cluster, h)) for h in held]
+    seconds = sum(host for _, host in times) * micro + step
+    inside = sum(device for device, _ in times) * micro
+    more = max(1.0, device_seconds / inside) if inside else 1.0
+    shown = step + micro * sum(paced(device * more, host, cluster) - device * more for device, host in times)
     if plan.optimizer.implementation == "loop":
-        seconds += 14 * num_tensors(spec) * launch.seconds
-    exposed = seconds if cluster.device.kind == "cpu" else max(step, seconds - device_seconds)
-    source = f"{operators(plan, held) * micro:.0f} operators, {launch.source}"
-    return term("host launches", "host", seconds, source, launch.confidence, exposed)
+        tensors, update = 14 * num_tensors(spec) * launch.seconds, optimizer(plan, spec, cluster).seconds
+        seconds, shown = seconds + tensors, shown + paced(update, tensors, cluster) - update
+    count = sum(operators(plan, h) for h in held) * micro
+    return term("host launches", "host", seconds, f"{count:.0f} operators, {launch.source}", launch.confidence, shown)
 
 
 def offload(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
@@ -66,7 +71,7 @@ def offload(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         blocks = sum(h.recomputed for h in held)
         size = local_tokens(plan) * spec.hidden_size * narrow / (plan.layout.tp if plan.layout.sequence_parallel else 1)
         travel = 2 * blocks * size / (link if plan.recompute.offload == "cpu" else NVME_BYTES) * plan.batch.accumulation
-        cover = micro_seconds(plan, held) * plan.batch.accumulation * cluster.reached.hidden_share
+        cover = micro_seconds(plan, spec, cluster, held) * plan.batch.accumulation * cluster.reached.hidden_share
         seconds, exposed = seconds + travel, exposed + max(0.0, travel - cover)
     return term("offload", "host", seconds, f"link {link / 1e9:.0f} GB/s, AdamW on the host", "assumed", exposed)
 

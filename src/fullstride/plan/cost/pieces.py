@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from fullstride.cluster import rates
@@ -19,15 +19,20 @@ T = TypeVar("T")
 
 BACKWARD_TRAFFIC = 2.0
 """Memory-bound operators read the gradient and their inputs and write a gradient: about twice forward's bytes."""
+WIDE = ("embedding", "norm", "residual")
+"""Sublayers that touch the residual stream, which is fp32 under autocast. In compiled blocks the casts of all others are part
+of the operator that wrote, as if weights were narrow."""
 FUSED = ("megatron", "deepspeed")
 """Carriers whose own blocks fuse memory-bound operators, compiled or not."""
 ROW_PARALLEL = ("out", "down")
 """Products that tensor parallelism cuts along their inner size, by the end of the sublayer's name; others along the outer."""
 REPLICATED = ("attn.q", "attn.kv_a", "router")
 """Products that every tensor-parallel rank has whole (latent attention's way down, the router), on its part of the tokens."""
-SCORE_PASSES = {"fused_softmax": (6.5, 9.5), "unfused": (14.5, 15.5)}
+SCORE_PASSES = {"fused_softmax": (5.0, 7.0), "unfused": (14.5, 15.5)}
 """Passes over the scores, forward and backward, where they stand whole: written by the first product; softmax reads and
-writes; dropout reads, writes, and its mask; read by the second; unfused adds scale, mask and widening."""
+writes (the fused one reads only the half that a causal mask leaves); dropout reads, writes, and its mask; read by the second;
+unfused adds scale, mask and widening. Of the fused ones about one forward and one and a half backward find what the kernel
+before left in the cache (assumed)."""
 EXPERT_LAUNCHES = 8
 """Kernels that quantise one local expert's rows and weights, forward: grouped products do not take them together; assumed."""
 QUANTISED_BYTES = {"tensorwise": 4.0, "rowwise": 4.5, "delayed": 4.0, "blockwise": 5.0, "mxfp8": 5.0, "nvfp4": 5.0}
@@ -44,7 +49,7 @@ class Piece:
     attention_backward: float
     bound_forward: float
     bound_backward: float
-    operators: int
+    operators: float
     """Kernels launched in forward."""
     confidence: Confidence
     source: str
@@ -64,6 +69,17 @@ class Piece:
         """All of backward, nothing made again."""
         shown = self.tensor.backward_exposed + self.context.backward_exposed + self.experts.backward_exposed
         return self.products_backward + self.attention_backward + self.bound_backward + shown
+
+    def times(self, factor: float) -> Piece:
+        """So many of them."""
+        if factor == 1.0:
+            return self
+        scaled: dict[str, Any] = {
+            name: inside.Moved(*(factor * each for each in value)) if isinstance(value, tuple) else factor * value
+            for name, value in vars(self).items()
+            if not isinstance(value, str)
+        }
+        return replace(self, **scaled)
 
 
 def once_for(spec: ModelSpec, cluster: Cluster, key: Any, make: Callable[[], T]) -> T:
@@ -254,7 +270,10 @@ def _scored(core: Attention, heads: int, plan: Plan, cluster: Cluster, dtype: An
 
 def _traffic(sublayer: Sublayer, plan: Plan) -> tuple[float, int]:
     """Bytes that memory-bound operators of one forward move on one rank, and kernels launched."""
-    fused, cost = plan.compile.mode == "block" or plan.shard.carrier in FUSED, cost_of(sublayer, plan.precision.cast)
+    fused, cast = plan.compile.mode == "block" or plan.shard.carrier in FUSED, plan.precision.cast
+    if fused and cast == "autocast" and sublayer.kind not in WIDE:
+        cast = "weights"
+    cost = cost_of(sublayer, cast)
     elements = cost.fused_elements if fused else cost.moved_elements
     elements += cost.moved_pair_elements * plan.workload.sequence_length
     share = 1.0

@@ -21,18 +21,18 @@ HIDDEN_SENDS = 0.8
 
 
 def bubble(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """Ranks wait while the pipeline fills and drains: (p - 1) micro-batches of one stage, over the chunks where they interleave
-    (Narayanan et al., arXiv 2104.04473).
+    """The busiest rank waits while the pipeline fills and drains: one micro-batch on each of the other ranks, over the chunks
+    where they interleave (Narayanan et al., arXiv 2104.04473, where all are alike: p - 1 of them).
     """
     stages, schedule = plan.layout.pp, plan.pipeline.schedule
     if stages == 1:
         return term("pipeline bubble", "bubble", 0.0, "one stage", "modelled")
-    seconds = ranks(plan, spec, cluster).seconds
+    found = ranks(plan, spec, cluster)
     share = BUBBLE_OF_1F1B.get(schedule, 1.0)
     if schedule in ("interleaved", "bfs"):
         share /= chunks_of(plan)
-    waiting = (stages - 1) * share * sum(seconds) / stages
-    return term("pipeline bubble", "bubble", waiting, f"(p - 1) stages x {share:.3g}, {schedule}", "modelled")
+    waiting = share * (sum(found.filling) - found.filling[found.seconds.index(max(found.seconds))])
+    return term("pipeline bubble", "bubble", waiting, f"the other {stages - 1} stages x {share:.3g}, {schedule}", "modelled")
 
 
 def sends(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:

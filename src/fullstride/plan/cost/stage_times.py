@@ -5,8 +5,8 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.compute import loss
 from fullstride.plan.cost.lanes import Held, again, recomputed
+from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import Piece, local_tokens, pieces
 from fullstride.plan.facts import Part, compute_bytes
 from fullstride.plan.plan import Plan
@@ -41,7 +41,7 @@ def stage_seconds(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[StageS
     place = {stack.first: index + 1 for index, stack in enumerate(spec.stacks)}
     cut = plan.layout.tp if plan.layout.sequence_parallel else 1
     size = local_tokens(plan) * spec.hidden_size * compute_bytes(plan) / cut
-    logits = loss(plan, spec, cluster).seconds / plan.batch.accumulation
+    logits = loss_passes(plan, spec, cluster).seconds
     stages = stages_of(plan, spec)
     last = len(stages) - 1
     return tuple(_seconds(stage, plan, found, place, logits, 0.0 if stage.index == last else size) for stage in stages)
