@@ -30,14 +30,19 @@ def losses(path: Path) -> list[float]:
     return [min(runs)[1] / min(seconds for _, seconds, _ in runs) - 1 for runs in wide]
 
 
+BETTER = (0.05, 0.1, 0.2)
+"""Losses that sweeps are counted up to."""
+
+
 def main() -> None:
     for name in sys.argv[1:]:
         found = sorted(losses(Path(name)))
         if found:
-            within = sum(loss <= 0.05 for loss in found)
+            counts = ", ".join(f"{sum(loss <= bar for loss in found)} within {bar:.0%}" for bar in BETTER)
+            places = " ".join(f"{100 * found[round(share * (len(found) - 1))]:.1f}" for share in (0.5, 0.75, 0.9, 1.0))
             print(
-                f"{Path(name).name}: {len(found)} sweeps, first choice within 5 % of the best in {within}, "
-                f"mean loss {100 * sum(found) / len(found):.1f} %, worst {100 * found[-1]:.1f} %"
+                f"{Path(name).name}: {len(found)} sweeps, first choice is the best in {found.count(0.0)}, {counts}; "
+                f"loss in %: mean {100 * sum(found) / len(found):.1f}, median, 75th, 90th percentile and worst {places}"
             )
 
 

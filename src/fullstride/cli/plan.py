@@ -18,7 +18,6 @@ from fullstride.plan.explain import explain_ranking
 from fullstride.plan.plan import Plan, Recipe
 from fullstride.plan.search import Ranking, search
 from fullstride.plan.toml import write_plan
-from fullstride.plan.why import why, why_document
 
 MULTIPLES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -63,6 +62,8 @@ class PlanVerb:
         if target:
             _write(_chosen(ranking, anyhow=args.any), target, args.dry_run, out)
         if args.why:
+            from fullstride.plan.why import why, why_document  # seldom asked, and the command starts faster without
+
             answer = why(args.why, ranking, spec, cluster)
             out.show(why_document(answer, ranking, spec, cluster), answer)
         else:

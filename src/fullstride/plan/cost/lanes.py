@@ -168,7 +168,7 @@ class Ranks(NamedTuple):
 
     busiest: tuple[Held, ...]
     seconds: tuple[float, ...]
-    """By host and device (`rank_seconds`), for `batch.micro_batch` samples whatever the sizes of stages."""
+    """By host and device (`rank_seconds`), for `batch.micro_batch` samples; empty where there is one stage."""
     filling: tuple[float, ...]
     """Of one micro-batch of the rank's own size."""
 
@@ -188,9 +188,7 @@ def ranks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Ranks:
 
 def _ranks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Ranks:
     if plan.layout.pp == 1:
-        held = held_by(plan, spec, cluster, 0)
-        seconds = (rank_seconds(plan, spec, cluster, held),)
-        return Ranks(held, seconds, seconds)
+        return Ranks(held_by(plan, spec, cluster, 0), (), ())
     found = pieces(plan, spec, cluster)
     sizes = plan.pipeline.micro_batch_per_stage
     key = ("ranks", id(found), counts(plan, spec), sizes, plan.recompute, plan.compile, plan.shard.carrier, plan.loss)

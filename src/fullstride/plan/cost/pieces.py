@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import asdict, replace
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
+from fullstride.files import Value
 from fullstride.model.saved import cost_of
 from fullstride.model.spec import Attention, Matmul, ModelSpec, Sublayer
 from fullstride.plan.cost import inside
@@ -39,8 +41,7 @@ QUANTISED_BYTES = {"tensorwise": 4.0, "rowwise": 4.5, "delayed": 4.0, "blockwise
 """Bytes moved to quantise an element of a product's input: read 2, written narrow, straight and transposed, and scales."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Value, frozen=True, kw_only=True):
     """One part of the model (one block of a stack) under one plan, one micro-batch, in seconds."""
 
     products_forward: float
@@ -76,7 +77,7 @@ class Piece:
             return self
         scaled: dict[str, Any] = {
             name: inside.Moved(*(factor * each for each in value)) if isinstance(value, tuple) else factor * value
-            for name, value in vars(self).items()
+            for name, value in asdict(self).items()
             if not isinstance(value, str)
         }
         return replace(self, **scaled)
@@ -134,31 +135,22 @@ def _rows_of_head(plan: Plan) -> float:
     return min(plan.loss.chunk_tokens, tokens) if plan.loss.kind == "chunked" else tokens
 
 
-class _Sum(NamedTuple):
-    """Seconds of some sublayers."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def plus(self, forward: float, backward: float) -> _Sum:
-        return _Sum(self.forward + forward, self.backward + backward)
-
-
 def _piece(part: Part, plan: Plan, cluster: Cluster, factor: float) -> Piece:
     dtype = plan.precision.head if part.group == "head" else plan.precision.block
-    product, attention = _Sum(), _Sum()
+    there = back_there = attended = attended_back = 0.0
     moved, back = 0.0, 0.0
     trust: Confidence = "modelled"
     operators, sources = 0, set()
     for sublayer in part.sublayers:
         for m in sublayer.matmuls:
             work = _product(part, sublayer, m, plan, cluster, dtype)
-            product = product.plus(work.forward, work.backward)
+            there, back_there = there + work.forward, back_there + work.backward
             moved, back = moved + work.quantised_forward, back + work.quantised_backward
             trust = "assumed" if work.rate.confidence == "assumed" else trust
             sources.add(work.rate.source)
         if sublayer.attention is not None:
-            attention = attention.plus(*_attention(sublayer.attention, plan, cluster, dtype))
+            seconds = _attention(sublayer.attention, plan, cluster, dtype)
+            attended, attended_back = attended + seconds[0], attended_back + seconds[1]
             operators += 0 if plan.kernels.attention == "sdpa" else 8
         if sublayer.kind == "experts" and plan.precision.fp8 != "off":
             operators += round(EXPERT_LAUNCHES * max(m.groups for m in sublayer.matmuls) / plan.layout.ep)
@@ -168,17 +160,17 @@ def _piece(part: Part, plan: Plan, cluster: Cluster, factor: float) -> Piece:
             operators += launched
     reached = 1.0 if cluster.device.kind == "cpu" else cluster.reached.traffic
     return Piece(
-        products_forward=product.forward * factor,
-        products_backward=product.backward * factor,
-        attention_forward=attention.forward * factor,
-        attention_backward=attention.backward * factor,
+        products_forward=there * factor,
+        products_backward=back_there * factor,
+        attention_forward=attended * factor,
+        attention_backward=attended_back * factor,
         bound_forward=rates.copy_seconds(cluster, moved * reached).seconds,
         bound_backward=rates.copy_seconds(cluster, back * reached).seconds,
         operators=operators,
         confidence=trust,
         source=", ".join(sorted(sources)),
         tensor=inside.tensor(part, plan, cluster),
-        context=inside.context(part, plan, cluster, attention.forward, attention.backward),
+        context=inside.context(part, plan, cluster, attended, attended_back),
         experts=inside.experts(part, plan, cluster),
     )
 
