@@ -82,6 +82,7 @@ def made(layout, shard, mode, kind, precision, accumulation, **parts):
 CARRIERS = {"DDP": (0, "ddp")} | {f"{c} ZeRO {n}": (n, c) for c in ("fsdp2", "flat") for n in (1, 2, 3)}
 CHOICES = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), (1, 2))
 PIPES = (tuple(SHAPES), MODES, ("fp32", "autocast"))
+TENSOR = (tuple(SHAPES), (True, False), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"))
 
 
 def cases(step=1):
@@ -94,6 +95,10 @@ def cases(step=1):
         pipe = Pipeline(schedule="1f1b", layers_per_stage=(2, 2))
         plan = made(Layout(pp=2), Shard(), mode, "model", precision_of(precision), 4, pipeline=pipe)
         found[f"{shape}, pipeline, {mode}, {precision}"] = (shape, plan)
+    for shape, cut, mode, kind, precision in itertools.islice(itertools.product(*TENSOR), 0, None, step):
+        layout = Layout(tp=2, sequence_parallel=cut)
+        name = f"{shape}, tensor{' and sequence' if cut else ''}, {mode}, {kind} loss, {precision}"
+        found[name] = (shape, made(layout, Shard(), mode, kind, precision_of(precision), 1))
     specs = {name: spec_from_config(config, name) for name, config in SHAPES.items()}
     return {name: (shape, plan) for name, (shape, plan) in found.items() if not check(plan, specs[shape])}
 
@@ -133,20 +138,23 @@ class Watch:
 
     def kept(self):
         """All that lives and was not there before the step, but weights (gathered, or copies of them), and logits."""
-        module, vocabulary = self.run.module, self.vocabulary
+        module, size, tp = self.run.module, self.vocabulary, self.run.plan.layout.tp
         ours = set(storages([*module.parameters(), *module.buffers()])) | self.live.apart
         shapes = {tuple(p.shape) for p in module.parameters() if p.dim() > 1}
         shapes |= {tuple(reversed(shape)) for shape in shapes}
+        logits = {size // tp, -(-size // tp)}
         total = 0
         for key, reference in self.live.storages.items():
             storage, shape = reference(), self.live.shapes.get(key, ())
-            if storage is not None and key not in ours and shape not in shapes and vocabulary not in shape[-1:]:
+            if storage is not None and key not in ours and shape not in shapes and not logits & set(shape[-1:]):
                 total += storage.nbytes()
         return total
 
 
 class Shapes(LiveBytes):
-    """Also remembers the shape that a storage was first seen with, and which ones communication made, or a step before this."""
+    """Also remembers the shape that a storage was first seen with, and which ones are no activations: integers, gathered
+    weights, all that stood before.
+    """
 
     def __init__(self):
         super().__init__()
@@ -158,7 +166,9 @@ class Shapes(LiveBytes):
             if isinstance(value, torch.Tensor):
                 key = local(value).untyped_storage()._cdata
                 self.shapes.setdefault(key, tuple(local(value).shape))
-                if operator.namespace in ("fsdp", "c10d", "_c10d_functional"):
+                if not value.is_floating_point():
+                    self.apart.add(key)
+                if operator.namespace == "fsdp":
                     self.apart.add(key)
         return result
 
@@ -195,7 +205,8 @@ def compare(shape, plan):
         "gradients between steps": (watch.held(), said(rows, ("gradients",), "checkpoint")),
     }
     if plan.layout.pp == 1:  # a pipeline's messages lie among them
-        kept = [row for row in rows if row.kind == "activations" or row.name == "gradient of the head's input"]
+        kept = [row for row in rows if row.kind == "activations" and row.name != "embedding: embed"]  # tokens are integers
+        kept += [row for row in rows if row.name == "gradient of the head's input"]
         found["activations"] = (watch.activations, sum(row.bytes for row in kept if "loss" in row.moments))
     run.close()
     return found
@@ -212,7 +223,8 @@ def main():
             dist.all_gather_object(both, mine)
             found.append((name, both))
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""What two CPU ranks hold, against their ledger: DDP, FSDP2 and flat buffers at each ZeRO stage, pipelines; every kind of
-recomputation, loss and precision (see `held_bytes.py`).
+"""What two CPU ranks hold, against their ledger: DDP, FSDP2 and flat buffers at each ZeRO stage, pipelines, tensor parallelism
+with and without the sequence cut; every kind of recomputation, loss and precision (see `held_bytes.py`).
 """
 
 import json
@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.plan.held_bytes import CARRIERS, cases
+from tests.plan.held_bytes import CARRIERS, LENGTH, cases
 
 ROOT = Path(__file__).parents[2]
 STEP = 19
-"""Of more than 700 combinations; the rest differ in nothing that stands alone."""
+"""Of more than 800 combinations."""
+FEW = 32 * 2 * LENGTH
+"""Bytes: what the loss keeps of each token beside logits, which the ledger leaves out."""
 
 
 @pytest.mark.multi
@@ -28,7 +30,7 @@ def test_weights_gradients_and_states_to_the_byte_and_activations_within_three_p
         for what in ranks[0]:
             pairs = [rank[what] for rank in ranks]
             if what == "activations":
-                assert all(said == pytest.approx(held, rel=0.03) for held, said in pairs), (name, what, pairs)
+                assert all(said == pytest.approx(held, rel=0.03, abs=FEW) for held, said in pairs), (name, what, pairs)
             elif "pipeline" in name:  # each stage has a ledger of its own
                 assert all(held == said for held, said in pairs), (name, what, pairs)
             else:  # the ledger is the fullest rank's

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
 from fullstride.model.saved import dtype_bytes, is_kept
-from fullstride.model.spec import ModelSpec, Stack, Sublayer
+from fullstride.model.spec import ModelSpec, Saved, Stack, Sublayer
 from fullstride.plan.facts import (
     Part,
     compute_bytes,
@@ -24,6 +25,8 @@ from fullstride.plan.ledger.cuts import kept_share, last_name, local_elements
 from fullstride.plan.plan import Plan
 from fullstride.plan.stages import stages_of
 
+AGAIN = re.compile(r"\.compute\.\d+$")
+"""Names of second and further narrow copies of one tensor."""
 NOTHING = Part(
     group="head", path="", first=0, count=0, parameters=0, trainable=0, tensors=0, largest=0, matmul_weights=0, sublayers=()
 )
@@ -154,10 +157,21 @@ class Local:
         tokens = self.micro_tokens * plan.layout.cp
         times = {"token": tokens, "position": length, "pair": tokens * length}
         for item in sublayer.saved:
-            if is_kept(item, plan.precision.cast, compiled=compiled) and length > item.beyond:
-                each = dtype_bytes(item.dtype, plan.precision.cast, size)
-                total += item.elements * times[item.per] * each * kept_share(item, sublayer, plan.layout)
+            if not is_kept(item, plan.precision.cast, compiled=compiled) or length <= item.beyond:
+                continue
+            share = kept_share(item, sublayer, plan.layout)
+            if not fused and plan.layout.tp > 1:
+                share = self.own_share(item, sublayer, share)
+            total += item.elements * times[item.per] * dtype_bytes(item.dtype, plan.precision.cast, size) * share
         return total + self.scores(sublayer) + self.low_rank(sublayer)
+
+    def own_share(self, item: Saved, sublayer: Sublayer, share: float) -> float:
+        """What the engine's own tensor parallelism keeps otherwise than Megatron's: products of one input share its narrow
+        copy, and the head keeps its input whole (`engine/parallel/tensor_ops.py`, `tensor.py`).
+        """
+        if sublayer.kind == "linear" and AGAIN.search(item.name):
+            return 0.0
+        return 1.0 / self.plan.layout.cp if sublayer.kind == "head" else share
 
     def scores(self, sublayer: Sublayer) -> float:
         """Bytes of attention's probabilities where they stand whole: after softmax (in fp32 without a fused kernel), and with
@@ -216,7 +230,8 @@ class Local:
             return product_bytes(sublayer, self.plan, before)
         whole = product_bytes(sublayer, self.plan, before) * self.micro_tokens / micro_tokens(self.plan)
         row = sublayer.kind == "linear" and last_name(sublayer) in ("out", "down")
-        return whole if row and not layout.sequence_parallel else whole / layout.tp
+        summed = self.plan.shard.carrier == "megatron" and layout.sequence_parallel  # what it keeps is cut along the sequence
+        return whole if row and not summed else whole / layout.tp
 
 
 def adapted(plan: Plan, sublayer: Sublayer) -> bool:
