@@ -20,7 +20,10 @@ class _Product(torch.autograd.Function):
 
 def test_a_deferred_gradient_equals_an_immediate_one_and_hooks_see_it():
     torch.manual_seed(0)
-    x, weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+    x, weight = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.nn.Parameter(torch.randn(5, 4, dtype=torch.float64)),
+    )
     _Product.apply(x, weight).square().sum().backward()
     wanted, wanted_x = weight.grad, x.grad
     weight.grad = x.grad = None

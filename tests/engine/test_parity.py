@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fullstride.engine.parity import Record, differences, run_cases
-from fullstride.engine.parity_cases import draw_cases, make_case
+from fullstride.engine.parity_cases import make_case
+from fullstride.engine.parity_draws import SETTINGS, all_pairs, draw, draw_cases, listed, settings_of
 from fullstride.plan.plan import Loss, Recompute
 
 FULL, PART = Recompute(mode="full"), Recompute(mode="norm_activation")
@@ -68,6 +69,33 @@ def test_a_number_that_strays_is_named():
     noise = Record({**good, "weight/w": weight + torch.tensor([0.0, 0.0, 0.01])})
     assert differences(case, good, noise) == ()  # its gradient is below rounding
     assert "only on one side" in differences(case, good, Record({"loss/0": good["loss/0"]}))[0]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 10)])
+def test_thirty_drawn_plans_equal_a_plain_loop(ranks, count):
+    outcomes = run_cases(draw_cases(random.Random(5), count, ranks), ranks, timeout_seconds=400)
+    assert len(outcomes) == count
+    assert not [(o.name, o.errors) for o in outcomes if o.errors]
+
+
+def test_draws_reach_every_pair_of_settings_that_the_rules_allow():
+    drawn = draw(random.Random(0), 0, 4)
+    assert drawn.waiting == ()
+    assert len(drawn.cases) <= 230
+    # A pair that was given up was met by no case of another seed either.
+    others = draw(random.Random(1), 60, 4)
+    assert others.reached <= drawn.reached
+    assert drawn.reached < set(all_pairs())
+    assert len(listed(drawn.reached)) > 100
+
+
+def test_settings_that_say_nothing_do_not_count_as_reached():
+    choice = {name: values[0] for name, values in SETTINGS.items()}
+    assert {"sequence", "schedule", "even", "stage", "replicate", "reshard", "every"}.isdisjoint(dict(settings_of(choice, 2)))
+    found = settings_of({**choice, "carrier": "flat", "stage": 3, "tp": 2}, 4)
+    assert {("sequence", True), ("stage", 3), ("reshard", "all"), ("replicate", 1)} <= found
 
 
 def test_draws_are_decided_by_the_seed():

@@ -10,7 +10,8 @@ from fullstride.engine import compiling
 from fullstride.engine.anatomy import find, head_is_last, logits_of, units
 from fullstride.engine.build import build_model, from_config, parameters_on_meta
 from fullstride.engine.memory.recompute import chosen
-from fullstride.engine.parity_cases import FAMILIES, PlainModel, make_case, model_of
+from fullstride.engine.parity_cases import make_case, model_of
+from fullstride.engine.parity_models import FAMILIES, PlainModel
 from fullstride.engine.run import positions_in_documents, prepare
 from fullstride.engine.schedule import learning_rate
 from fullstride.errors import BadInput, EnvironmentFault, RuleBroken

@@ -7,7 +7,7 @@ import torch
 
 from fullstride.engine import compiling
 from fullstride.engine.build import from_config
-from fullstride.engine.parity_cases import FAMILIES
+from fullstride.engine.parity_models import FAMILIES
 from fullstride.engine.run import prepare
 from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Plan, Precision, Recipe, Recompute, Workload
 

@@ -6,110 +6,31 @@ them, and where a name says nothing by their shapes; the user can name them too.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
 
 from torch import nn
 
-from fullstride.engine.pieces import Cut
+from fullstride.engine.anatomy_region import (
+    FUSED,
+    HEADS,
+    KEY_HEADS,
+    KEY_NAMES,
+    NAMES,
+    QUERY_NAMES,
+    Part,
+    Region,
+    Role,
+    Slicing,
+    is_product,
+    is_transposed,
+    widths,
+)
 from fullstride.errors import BadInput, RuleBroken
 
-Role = Literal["column", "row", "whole"]
-"""`column`: each rank makes part of the outputs; `row`: each reads part of the inputs and makes a term of a sum; `whole`:
-every rank does all of it."""
 
-_FUSED = {"c_attn": "parts", "qkv_proj": "parts", "Wqkv": "parts", "qkv": "parts", "query_key_value": "heads"}
-"""Queries, keys and values in one: one part behind the other, or head by head."""
-_COLUMNS = (
-    *("q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv", "q_b_proj", "kv_b_proj", *_FUSED),
-    *("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "fc_in", "c_fc", "dense_h_to_4h"),
-)
-_ROWS = ("o_proj", "out_proj", "wo", "dense", "down_proj", "w2", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate", "router")
-NAMES: Mapping[str, Role] = {
-    **dict.fromkeys(_COLUMNS, "column"),
-    **dict.fromkeys(_ROWS, "row"),
-    **dict.fromkeys(_WHOLE, "whole"),
-}
-"""Products by the last part of their path."""
-_QUERY_NAMES = frozenset({"q_proj", "q_b_proj", "query", "wq", *_FUSED})
-_KEY_NAMES = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv"})
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A run of a dim that is cut evenly; with `copies`, that many neighbouring ranks hold the same share of it."""
-
-    size: int
-    copies: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Slicing:
-    """How a parameter is cut over tensor-parallel ranks."""
-
-    dim: int
-    parts: tuple[Part, ...]
-
-    @property
-    def copies(self) -> int:
-        """Ranks that hold the same share."""
-        return self.parts[0].copies
-
-    def cut(self, rank: int, ranks: int) -> Cut:
-        """The share of one rank. Runs that do not divide (vocabularies) differ by one element, the longer ones first."""
-        ranges, begun = [], 0
-        for part in self.parts:
-            shares, mine = ranks // part.copies, rank // part.copies
-            each, rest = divmod(part.size, shares)
-            low = mine * each + min(mine, rest)
-            ranges.append((begun + low, begun + low + each + (mine < rest)))
-            begun += part.size
-        return Cut(dim=self.dim, ranges=tuple(ranges))
-
-
-@dataclasses.dataclass
-class Region:
-    """One region and how tensor parallelism cuts it. Paths are those of the model."""
-
-    path: str
-    columns: list[str] = dataclasses.field(default_factory=list)
-    """Products that read the region's input."""
-    inner: list[str] = dataclasses.field(default_factory=list)
-    """Column products that read something else."""
-    rows: list[str] = dataclasses.field(default_factory=list)
-    wide_norms: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Norms over the width that is cut, with the number of ranks that hold the same share."""
-    slicings: dict[str, Slicing] = dataclasses.field(default_factory=dict)
-    """By parameter."""
-    terms: list[str] = dataclasses.field(default_factory=list)
-    """Parameters kept whole, whose gradient is a sum over the ranks."""
-    settings: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
-    """Module, attribute and value by which its own code reckons with a rank's share."""
-    heads: dict[str, int] = dataclasses.field(default_factory=dict)
-    """A rank's share of the heads under every name that code may ask its configuration for; empty without attention."""
-
-
-def is_product(module: nn.Module) -> bool:
-    """Whether a module is `nn.Linear`, or transformers' `Conv1D`, whose weight is [in, out]."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def widths(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a product."""
-    weight: Any = module.weight
-    return (weight.shape[0], weight.shape[1]) if is_transposed(module) else (weight.shape[1], weight.shape[0])
-
-
-def regions(model: nn.Module, block: str, hidden: int, tp: int, named: Mapping[str, Role] | None = None) -> list[Region]:
+def regions(
+    model: nn.Module, block: str, hidden: int, tp: int, named: Mapping[str, Role] | None = None, item_bytes: int = 4
+) -> list[Region]:
     """The regions of a block, cut over `tp` ranks.
 
     Args:
@@ -118,6 +39,7 @@ def regions(model: nn.Module, block: str, hidden: int, tp: int, named: Mapping[s
         hidden: width of the residual stream.
         tp: degree.
         named: the user's roles by the end of a product's path.
+        item_bytes: of an element of the weights that compute.
 
     Raises:
         BadInput: products that cannot be placed; says which names were looked at.
@@ -134,7 +56,7 @@ def regions(model: nn.Module, block: str, hidden: int, tp: int, named: Mapping[s
     for name, child in root.named_children():
         path = f"{block}.{name}"
         if any(is_product(m) or _stacked(m) for m in child.modules()):
-            found.append(_Reader(model, child, path, hidden, tp, named or {}).read())
+            found.append(_Reader(model, child, path, hidden, tp, named or {}, item_bytes).read())
         else:
             _only_norms(child, path, tp)
     if not found:
@@ -165,8 +87,11 @@ def _only_norms(child: nn.Module, path: str, tp: int) -> None:
 class _Reader:
     """Reads one region."""
 
-    def __init__(self, model: nn.Module, root: nn.Module, path: str, hidden: int, tp: int, named: Mapping[str, Role]) -> None:
+    def __init__(
+        self, model: nn.Module, root: nn.Module, path: str, hidden: int, tp: int, named: Mapping[str, Role], item_bytes: int
+    ) -> None:
         self._model, self._root, self._path, self._hidden, self._tp, self._named = model, root, path, hidden, tp, named
+        self._item_bytes = item_bytes
         self._products = {n: m for n, m in root.named_modules() if n and is_product(m)}
         self._region = Region(path=path)
 
@@ -212,20 +137,20 @@ class _Reader:
 
     def _attends(self) -> bool:
         last = {name.rpartition(".")[2] for name in self._products}
-        by_name = bool(last & (_QUERY_NAMES | _KEY_NAMES))
+        by_name = bool(last & (QUERY_NAMES | KEY_NAMES))
         return by_name or "att" in type(self._root).__name__.lower()
 
     # Attention.
 
     def _heads(self) -> int:
         for owner in (self._root, getattr(self._root, "config", None)):
-            for name in _HEADS:
+            for name in HEADS:
                 value = getattr(owner, name, None)
                 if isinstance(value, int) and value > 0:
                     return value
         raise BadInput(
             f"layout.tp = {self._tp}: {self._path} ({type(self._root).__name__}) does not say how many heads it has "
-            f"(looked for {', '.join(_HEADS)})",
+            f"(looked for {', '.join(HEADS)})",
             fix="keep the number of heads in an attribute num_heads, or use layout.tp = 1",
         )
 
@@ -257,15 +182,15 @@ class _Reader:
 
     def _key_heads(self, size: int, heads: int) -> int:
         for name, module in self._products.items():
-            if name in _KEY_NAMES:
+            if name in KEY_NAMES:
                 return widths(module)[1] // size
-            if _FUSED.get(name) == "parts":
+            if FUSED.get(name) == "parts":
                 return (widths(module)[1] // size - heads) // 2
         return heads
 
     def _head_parts(self, name: str, width: int, heads: int, key_heads: int, copies: int) -> tuple[Part, ...]:
         out = widths(self._products[name])[1]
-        if _FUSED.get(name) == "parts":
+        if FUSED.get(name) == "parts":
             if copies > 1:
                 raise RuleBroken(
                     f"layout.tp = {self._tp}, {self._path}.{name} joins queries with {key_heads} key-value heads, which would "
@@ -276,7 +201,7 @@ class _Reader:
             if out != width + 2 * one:
                 raise self._unplaced({name: "column"})
             return (Part(width), Part(one), Part(one))
-        if name in _KEY_NAMES:
+        if name in KEY_NAMES:
             return (Part(out, copies),)
         if out % heads:
             raise self._unplaced({name: "column"})
@@ -304,7 +229,7 @@ class _Reader:
     def _local_heads(self, heads: int, key_heads: int, copies: int) -> None:
         """What the module's own code may ask itself for."""
         mine, keys = heads // self._tp, key_heads * copies // self._tp
-        told = {**dict.fromkeys(_HEADS, mine), **dict.fromkeys(_KEY_HEADS, keys), "num_key_value_groups": mine // keys}
+        told = {**dict.fromkeys(HEADS, mine), **dict.fromkeys(KEY_HEADS, keys), "num_key_value_groups": mine // keys}
         for name, value in told.items():
             if isinstance(getattr(self._root, name, None), int):
                 self._region.settings.append((self._path, name, value))
@@ -357,10 +282,21 @@ class _Reader:
                 )
             width = down[2]
             self._even(f"{name}.down_proj" if name else "down_proj", width)
+            self._grouped(path, width)
             self._region.slicings[f"{path}.gate_up_proj"] = Slicing(1, (Part(width), Part(width)))
             self._region.slicings[f"{path}.down_proj"] = Slicing(2, (Part(width),))
             if isinstance(getattr(module, "intermediate_dim", None), int):
                 self._region.settings.append((path, "intermediate_dim", width // self._tp))
+
+    def _grouped(self, path: str, width: int) -> None:
+        """Torch's grouped product reads rows that begin at multiples of 16 bytes."""
+        row = width // self._tp * self._item_bytes
+        if row % 16 and width * self._item_bytes % 16 == 0:
+            raise RuleBroken(
+                f"layout.tp = {self._tp}, {path} would have {width // self._tp} columns of {self._item_bytes} bytes a rank: "
+                "grouped products take rows of a multiple of 16 bytes",
+                fix="use a smaller tp",
+            )
 
     # What all share.
 

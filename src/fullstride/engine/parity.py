@@ -4,7 +4,8 @@
 
 draws models and Plans, runs each on gloo processes of its own, and compares loss, every gradient, the gradient norm and the
 weights after three steps with a plain loop: `torch.optim.AdamW`, one forward over all samples, no part of the engine but the
-initial weights. Ends with `N passed, M failed` and exit code 0 only if none failed.
+initial weights. Prints the pairs of settings that were reached (`--draws 0`: until all are that the rules allow), ends with
+`N passed, M failed`, and with exit code 0 only if none failed.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from fullstride.engine.anatomy import find, logits_of, units
 from fullstride.engine.gathering import Gathering
 from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
 from fullstride.engine.loss import IGNORED
-from fullstride.engine.parity_cases import Case, draw_cases, model_of
+from fullstride.engine.parity_cases import Case, model_of
+from fullstride.engine.parity_draws import draw, listed
 from fullstride.engine.precision import TORCH_DTYPE
 from fullstride.engine.run import prepare
 from fullstride.engine.schedule import learning_rate
 from fullstride.files import Value
 
 STEPS = 3
+TOGETHER = 25
+"""Drawn cases that share a group of processes: one that hangs takes no more of the others with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,10 +267,13 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.folder:
         _work(Path(asked.folder), asked.rank, asked.ranks)
         return 0
-    cases = draw_cases(random.Random(asked.seed), asked.draws, asked.ranks)
-    outcomes = run_cases(cases, asked.ranks, timeout_seconds=60 + 20.0 * asked.draws)
-    for outcome in outcomes:
-        print("pass" if not outcome.errors else "FAIL", outcome.name, *outcome.errors[:3], sep="  ")
+    drawn = draw(random.Random(asked.seed), asked.draws, asked.ranks)
+    outcomes: list[Outcome] = []
+    for begun in range(0, len(drawn.cases), TOGETHER):
+        outcomes += run_cases(drawn.cases[begun : begun + TOGETHER], asked.ranks, timeout_seconds=60 + 20.0 * TOGETHER)
+        for outcome in outcomes[begun:]:
+            print("pass" if not outcome.errors else "FAIL", outcome.name, *outcome.errors[:3], sep="  ", flush=True)
+    print(f"{len(drawn.reached)} pairs of settings reached:", *listed(drawn.reached), sep="\n  ")
     failed = sum(bool(outcome.errors) for outcome in outcomes)
     print(f"{len(outcomes) - failed} passed, {failed} failed")
     return 1 if failed else 0

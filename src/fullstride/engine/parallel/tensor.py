@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +17,27 @@ import torch.distributed as dist
 from torch import nn
 
 from fullstride.engine.anatomy import Anatomy
-from fullstride.engine.anatomy_block import Part, Region, Slicing, is_transposed, regions
+from fullstride.engine.anatomy_block import regions
+from fullstride.engine.anatomy_region import Part, Region, Slicing, is_transposed
 from fullstride.engine.loss import Vocabulary
 from fullstride.engine.memory.recompute import chosen
 from fullstride.engine.mesh import Mesh
 from fullstride.engine.parallel.collectives import Ranks, ranks_of
-from fullstride.engine.parallel.tensor_ops import Border, Columns, Enter, Leave, Row, Scatter, Sum, SumInside
+from fullstride.engine.parallel.tensor_forward import (
+    Group,
+    column,
+    crossing,
+    entering,
+    looking_up,
+    replace,
+    row,
+    scattering,
+    wide_norm,
+)
+from fullstride.engine.parallel.tensor_ops import Border
 from fullstride.engine.pieces import Cut
 from fullstride.errors import BadInput, RuleBroken
+from fullstride.plan.facts import BYTES
 from fullstride.plan.plan import Plan
 
 
@@ -97,14 +109,14 @@ def tensor_parallel(model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Pl
     if group is None:
         return None
     ranks = ranks_of(group)
-    _refuse(model, anatomy, ranks.size, first=anatomy is whole)
-    hidden = _width(model, anatomy)
-    found = [regions(model, block, hidden, ranks.size, plan.layout.parts) for block in anatomy.blocks]
+    refuse_uncut(model, anatomy, ranks.size, first=anatomy is whole)
+    hidden, item_bytes = _width(model, anatomy), BYTES[plan.precision.block]
+    found = [regions(model, block, hidden, ranks.size, plan.layout.parts, item_bytes) for block in anatomy.blocks]
     slicings = _vocabulary_slicings(model, anatomy)
     for region in (region for block in found for region in block):
         slicings |= region.slicings
     if anatomy is whole:
-        _try(model, [region for block in found for region in block], ranks)
+        try_on_meta(model, [region for block in found for region in block], ranks)
     border = Border(ranks, plan.layout.sequence_parallel)
     kept = set(chosen(len(anatomy.blocks), plan.recompute))
     for index, block in enumerate(found):
@@ -135,7 +147,13 @@ def _width(model: nn.Module, anatomy: Anatomy) -> int:
     raise BadInput(f"{anatomy.blocks[0]} has no norm, which would say how wide its input is", fix="use layout.tp = 1")
 
 
-def _refuse(model: nn.Module, anatomy: Anatomy, tp: int, *, first: bool) -> None:
+def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int, *, first: bool = True) -> None:
+    """Refuse what cannot be cut, whatever its blocks are.
+
+    Raises:
+        RuleBroken: something random inside.
+        BadInput: no head, or weights outside the blocks that nobody knows.
+    """
     for path, module in model.named_modules():
         name = type(module).__name__
         dropped = getattr(module, "p", 0) if "dropout" in name.lower() else getattr(module, "attention_dropout", 0)
@@ -165,7 +183,7 @@ def _refuse(model: nn.Module, anatomy: Anatomy, tp: int, *, first: bool) -> None
             )
 
 
-def _try(model: nn.Module, found: list[Region], ranks: Ranks) -> None:
+def try_on_meta(model: nn.Module, found: list[Region], ranks: Ranks) -> None:
     """Run a copy without memory whose blocks are one rank's, where the model is no family of transformers.
 
     A module that reckons with sizes of its own meets shapes that do not fit, and is refused here.
@@ -181,20 +199,21 @@ def _try(model: nn.Module, found: list[Region], ranks: Ranks) -> None:
             twin(tokens)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return  # it does not run on meta at all, which says nothing
-    region = found[0]
+    entered = [found[0].path]
+    for region in found:
+        _set(twin, region)
+        for name, slicing in region.slicings.items():
+            _shorten(twin, name, slicing.cut(0, ranks.size))
+        twin.get_submodule(region.path).register_forward_pre_hook(lambda _m, _a, path=region.path: entered.append(path))
     try:
-        for region in found:
-            _set(twin, region)
-            for name, slicing in region.slicings.items():
-                _shorten(twin, name, slicing.cut(0, ranks.size))
         with torch.no_grad():
             twin(tokens)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         line = str(error).strip().splitlines()[0]
-        looked = ", ".join(n for n, _ in model.get_submodule(region.path).named_children())
+        looked = ", ".join(n for n, _ in model.get_submodule(entered[-1]).named_children())
         raise BadInput(
             f"layout.tp = {ranks.size}: {type(model).__name__}'s code does not take a rank's share of heads and columns "
-            f"({line}; looked at {region.path}: {looked})",
+            f"({line}; looked at {entered[-1]}: {looked})",
             fix="let it take sizes from its tensors (-1 in view) or from attributes such as num_heads, or use layout.tp = 1",
         ) from None
 
@@ -228,115 +247,23 @@ def _asks_configuration(module: nn.Module) -> bool:
     return hasattr(module, "config") and bool({"num_attention_heads", "num_key_value_heads"} & names)
 
 
-class _Group:
-    """The products that read one region's input, made together when the first is asked for."""
-
-    def __init__(self, members: list[nn.Module], border: Border, keep: bool) -> None:
-        self.members, self.border, self.keep = members, border, keep
-        self.part: torch.Tensor | None = None
-        self.whole: torch.Tensor | None = None
-        self.made: list[torch.Tensor] = []
-
-    def open(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        self.part, self.whole, self.made = part, whole, []
-
-    def close(self) -> None:
-        self.part, self.whole, self.made = None, None, []
-
-    def take(self, index: int) -> torch.Tensor:
-        if not self.made:
-            assert self.part is not None and self.whole is not None
-            weights = [m.weight for m in self.members]
-            biases = [m.bias for m in self.members]
-            options = (is_transposed(self.members[0]), self.keep, len(weights))
-            apply: Any = Columns.apply
-            self.made = list(apply(self.part, self.whole.detach(), self.border, options, *weights, *biases))
-        return self.made[index]
-
-
-def _autocast(hidden: torch.Tensor) -> torch.Tensor:
-    device = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
-
-
 def _cut_region(model: nn.Module, region: Region, border: Border, keep: bool) -> None:
     _set(model, region)
     root: Any = model.get_submodule(region.path)
     members = [model.get_submodule(path) for path in region.columns]
-    group = _Group(members, border, keep) if members else None
+    group = Group(members, border, keep)
     for index, member in enumerate(members):
-        _replace(member, _column(member, group, index))
+        replace(member, column(member, group, index))
     for path in region.inner:
         module: Any = model.get_submodule(path)
         if is_transposed(module):
-            module.nf = region.slicings[f"{path}.weight"].cut(0, border.ranks.size).ranges[0][1]
+            ranges = region.slicings[f"{path}.weight"].cut(0, border.ranks.size).ranges
+            module.nf = sum(hi - lo for lo, hi in ranges)
     for path in region.rows:
-        _replace(model.get_submodule(path), _row(model.get_submodule(path), border.ranks.rank == 0))
+        replace(model.get_submodule(path), row(model.get_submodule(path), border.ranks.rank == 0))
     for path, copies in region.wide_norms.items():
-        _replace(model.get_submodule(path), _wide_norm(model.get_submodule(path), border.ranks, copies))
-    _replace(root, _region(root.forward, group, border))
-
-
-def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    instance: Any = module
-    instance.forward = forward
-
-
-def _region(forward: Callable[..., Any], group: _Group | None, border: Border) -> Callable[..., Any]:
-    """A region's forward between its borders; the hidden state is its first argument, and the first of its results."""
-
-    def crossing(*args: Any, **kwargs: Any) -> Any:
-        enter: Any = Enter.apply
-        leave: Any = Leave.apply
-        hidden = _autocast(args[0] if args else kwargs["hidden_states"])
-        whole = enter(hidden, border)
-        if group is not None:
-            group.open(hidden, whole)
-        try:
-            out = forward(whole, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": whole})
-        finally:
-            if group is not None:
-                group.close()
-        if isinstance(out, tuple):
-            return (leave(out[0], border), *out[1:])
-        return leave(out, border)
-
-    return crossing
-
-
-def _column(module: Any, group: _Group | None, index: int) -> Callable[..., Any]:
-    def product(hidden: torch.Tensor) -> torch.Tensor:
-        if group is not None and group.whole is hidden:
-            return group.take(index)
-        weight = module.weight.t() if is_transposed(module) else module.weight
-        return nn.functional.linear(hidden, weight, module.bias)
-
-    return product
-
-
-def _row(module: Any, first: bool) -> Callable[..., Any]:
-    def product(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = _autocast(hidden)
-        apply: Any = Row.apply
-        made: torch.Tensor = apply(hidden, module.weight, module.bias, (is_transposed(module), first))
-        return made
-
-    return product
-
-
-def _wide_norm(module: Any, ranks: Ranks, copies: int) -> Callable[..., Any]:
-    """Root mean square over all heads (Zhang and Sennrich, 2019), from each rank's sum of squares."""
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
-
-    def norm(hidden: torch.Tensor) -> torch.Tensor:
-        apply: Any = SumInside.apply
-        wide = hidden.float()
-        count = hidden.shape[-1] * ranks.size / copies
-        mean = apply(wide.square().sum(-1, keepdim=True), ranks) / (copies * count)
-        made: torch.Tensor = (module.weight * (wide * torch.rsqrt(mean + eps))).to(hidden.dtype)
-        return made
-
-    return norm
+        replace(model.get_submodule(path), wide_norm(model.get_submodule(path), border.ranks, copies))
+    replace(root, crossing(root.forward, group if members else None, border))
 
 
 # The stream between regions.
@@ -345,28 +272,10 @@ def _wide_norm(module: Any, ranks: Ranks, copies: int) -> Callable[..., Any]:
 def _cut_stream(model: nn.Module, whole: Anatomy, anatomy: Anatomy, border: Border) -> None:
     """Cut the sequence before the first block, and enter the last region, that of the head, behind the final norm."""
     if border.sequence and whole.blocks[0] in anatomy.blocks:
-        model.get_submodule(whole.blocks[0]).register_forward_pre_hook(_scattering(border), with_kwargs=True)
+        model.get_submodule(whole.blocks[0]).register_forward_pre_hook(scattering(border), with_kwargs=True)
     last = whole.final_norm or whole.blocks[-1]
     if last in (anatomy.final_norm, *anatomy.blocks):
-        model.get_submodule(last).register_forward_hook(_entering(border))
-
-
-def _scattering(border: Border) -> Any:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        scatter: Any = Scatter.apply
-        if args:
-            return (scatter(args[0], border), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": scatter(kwargs["hidden_states"], border)}
-
-    return hook
-
-
-def _entering(border: Border) -> Any:
-    def hook(_module: nn.Module, _args: Any, out: Any) -> Any:
-        enter: Any = Enter.apply
-        return (enter(out[0], border), *out[1:]) if isinstance(out, tuple) else enter(out, border)
-
-    return hook
+        model.get_submodule(last).register_forward_hook(entering(border))
 
 
 def _norms_of_the_stream(
@@ -408,21 +317,8 @@ def _cut_vocabulary(model: nn.Module, anatomy: Anatomy, slicings: dict[str, Slic
         padding = getattr(embedding, "padding_idx", None)
         if padding is not None:
             embedding.padding_idx = padding - lo if lo <= padding < hi else None
-        _replace(embedding, _looking_up(embedding.forward, lo, hi, ranks))
+        replace(embedding, looking_up(embedding.forward, lo, hi, ranks))
     if not anatomy.head:
         return None
     ((lo, hi),) = slicings[f"{anatomy.head}.weight"].cut(ranks.rank, ranks.size).ranges
     return Vocabulary(ranks=ranks, lo=lo, hi=hi)
-
-
-def _looking_up(forward: Callable[..., Any], lo: int, hi: int, ranks: Ranks) -> Callable[..., Any]:
-    """Each rank looks up its own rows, zero for the others, and the sum is everybody's."""
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        apply: Any = Sum.apply
-        mine = (ids >= lo) & (ids < hi)
-        found = forward((ids - lo).clamp(0, hi - lo - 1)).masked_fill(~mine.unsqueeze(-1), 0.0)
-        whole: torch.Tensor = apply(found, ranks)
-        return whole
-
-    return embed
