@@ -40,6 +40,7 @@ DIRECTORIES = {
     "mixtral": {"num_key_value_heads": 2, "intermediate_size": 16, "num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
+    "sarvam_moe": {**MOE, "num_experts": 4, "head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "deepseek_v3": {
         **MOE,
         "num_key_value_heads": 4,

@@ -162,11 +162,11 @@ def _weights(run: Exportable, dtypes: _Dtypes) -> Iterator[tuple[str, Tensor]]:
     gathering = Gathering(pieces, run.device)
     kinds = gathering.dtypes({name: value.dtype for name, value in held.items()})
     form = SavedForm(run.module)
-    for name in gathering.names:
-        whole = gathering.whole(name, held.get(name), kinds[name], on_all=False)
-        if whole is not None:
-            for saved, value in form.in_files(name, whole.cpu()).items():
-                yield saved, value.to(dtypes.of(saved, value), copy=True).contiguous()
+    for names in form.groups({name: gathering.shape(name) for name in gathering.names}):
+        wholes = {name: gathering.whole(name, held.get(name), kinds[name], on_all=False) for name in names}
+        there = {name: value.cpu() for name, value in wholes.items() if value is not None}
+        for saved, value in form.in_files(there).items() if there else ():
+            yield saved, value.to(dtypes.of(saved, value), copy=True).contiguous()
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -86,16 +86,31 @@ class SavedForm:
         made = converter.convert(renamed, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def in_files(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """A tensor of the model as the files have it: one or several, under their names there.
+    def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
+        """The model's tensors in sets that `in_files` must have together: one each, but where a file fuses several.
 
         Args:
-            name: in memory.
-            value: whole.
+            shapes: of the tensors in memory, by name.
+        """
+        if not self._converters:
+            return [(name,) for name in shapes]
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        files = {name: tuple(value.shape) for name, value in self.in_files(empty).items()}
+        made_of = self.in_memory(files)
+        members: dict[tuple[str, ...], list[str]] = {}
+        for name in shapes:
+            members.setdefault(made_of.get(name, (name,)), []).append(name)
+        return [tuple(names) for names in members.values()]
+
+    def in_files(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model as the files have them, under their names there.
+
+        Args:
+            values: whole, by their names in memory; a group's all together.
         """
         if not (self._renamings or self._converters):
-            return {name: value}
+            return dict(values)
         from transformers.core_model_loading import revert_weight_conversion
 
-        made: dict[str, Tensor] = revert_weight_conversion(self._model, {name: value})
+        made: dict[str, Tensor] = revert_weight_conversion(self._model, dict(values))
         return made
