@@ -61,6 +61,9 @@ def join(plan: Plan | None, device_kind: str = "auto") -> Place:
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     if plan:
         os.environ.update(plan.comm.env)
+        if plan.layout.pp > 1:
+            # Streams that share a hardware queue wait for each other: a receive must never hold up what it waits for.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = _device(local, device_kind)
     wait = timedelta(seconds=plan.comm.timeout_seconds if plan else 600.0)
     if world > 1:

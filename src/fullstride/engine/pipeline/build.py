@@ -98,7 +98,8 @@ def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier, units:
         TORCH_DTYPE[hidden_dtype(plan)],
         plan.comm.timeout_seconds,
     )
-    return Executor(schedule, mesh.coordinate("pp"), stages.cut, Reducing(carrier, stages.cut.chunks, units), exchange)
+    reducing = Reducing(carrier, stages.cut.chunks, units)
+    return Executor(schedule, mesh.coordinate("pp"), stages.cut, reducing, exchange, plan.workload.sequence_length)
 
 
 def hidden_dtype(plan: Plan) -> DType:

@@ -68,11 +68,13 @@ class _Exit(_Foreign):
     """The first foreign block after the stage: what goes in is the stage's result."""
 
     caught: torch.Tensor | None = None
+    shape: tuple[int, int] = (0, 0)
+    """Samples and tokens, as the model's own code expects them, whatever the stage has cut the sequence into."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the result."""
+        """Keep the result; what follows sees zeros that take no memory."""
         self.caught = self.form.hidden(args, kwargs)
-        return self.form.output(self.caught.detach())
+        return self.form.output(self.caught.new_zeros(()).expand(*self.shape, self.form.width))
 
 
 class _Zeros(nn.Module):
@@ -154,18 +156,24 @@ class Cut:
         )
         self._rest = rest
 
-    def run(self, index: int, received: torch.Tensor | None, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, index: int, shape: tuple[int, int], received: torch.Tensor | None, call: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """Run one chunk's forward.
 
         Args:
             index: which chunk.
+            shape: samples and tokens that the model is called with.
             received: the hidden state that goes in; None on the first stage.
             call: calls the model and returns what counts on the last stage.
 
         Returns:
             What `call` returned on the last stage, elsewhere the hidden state after the chunk's own blocks.
         """
-        with self._showing(index, received) as leaves:
+        leaves = self._views[index][2]
+        if leaves is not None:
+            leaves.shape = shape
+        with self._showing(index, received):
             result = call()
         if leaves is None:
             return result
@@ -174,15 +182,15 @@ class Cut:
         return caught
 
     @contextlib.contextmanager
-    def _showing(self, index: int, received: torch.Tensor | None) -> Iterator[_Exit | None]:
-        chunk, (modules, enters, leaves) = self.chunks[index], self._views[index]
+    def _showing(self, index: int, received: torch.Tensor | None) -> Iterator[None]:
+        chunk, (modules, enters, _) = self.chunks[index], self._views[index]
         if enters is not None:
             enters.received = received
         _show(self._list, modules)
         for slot in self._slots:
             slot.show(chunk.first if slot.before else chunk.last)
         try:
-            yield leaves
+            yield
         finally:
             _show(self._list, self._rest)
             for slot in self._slots:

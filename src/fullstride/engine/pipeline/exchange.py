@@ -23,6 +23,8 @@ from fullstride.plan.schedule.placement import Placement
 
 AHEAD = 2
 """Receives that are posted before they are needed, from each rank: the ring of buffers that waits for messages."""
+CTAS = 2
+"""Blocks of threads that a message on a GPU uses."""
 _groups: dict[tuple[int, tuple[int, int]], dist.ProcessGroup] = {}
 """Groups by world and (from, to): a worker that builds plan after plan makes each once."""
 
@@ -73,8 +75,8 @@ class Exchange:
                 key = (id(dist.group.WORLD), (members[source], members[target]))
                 if key in _groups:
                     continue
-                group = dist.new_group(list(key[1]), timeout=datetime.timedelta(seconds=self._timeout))
-                _groups[key] = group
+                wait = datetime.timedelta(seconds=self._timeout)
+                _groups[key] = group = _new_group(list(key[1]), wait, device)
                 if self._mesh.rank in key[1]:
                     sign = torch.zeros(1, device=device)
                     way = dist.isend if self._mesh.rank == key[1][0] else dist.irecv
@@ -159,6 +161,19 @@ class Exchange:
             f"stage {stage} (rank {self._mesh.rank}) waited {waited:.0f} s for {what} of samples "
             f"[{action.lo}, {action.hi}) {way} stage {other} (rank {self._members[action.peer]})"
         )
+
+
+def _new_group(ranks: list[int], wait: datetime.timedelta, device: torch.device) -> dist.ProcessGroup:
+    """On a GPU messages go before computation, and take few of its multiprocessors: a receive that waits holds on to them."""
+    if device.type != "cuda":
+        made: Any = dist.new_group(ranks, timeout=wait)
+        return made  # type: ignore[no-any-return]
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options(is_high_priority_stream=True)
+    options.config.max_ctas = CTAS
+    options._timeout = wait  # no public way; torch warns where it differs from the argument
+    group: Any = dist.new_group(ranks, timeout=wait, backend="nccl", pg_options=options)
+    return group  # type: ignore[no-any-return]
 
 
 def _start(way: Any, tensor: torch.Tensor, other: int, group: dist.ProcessGroup) -> Any:

@@ -47,8 +47,9 @@ class _Open:
 class Executor:
     """One rank's part of a pipeline."""
 
-    def __init__(self, schedule: Schedule, rank: int, cut: Cut, reducing: Reducing, exchange: Exchange) -> None:
-        """Take the actions of a pipeline rank from a schedule that has been checked."""
+    def __init__(self, schedule: Schedule, rank: int, cut: Cut, reducing: Reducing, exchange: Exchange, length: int) -> None:
+        """Take the actions of a pipeline rank from a schedule that has been checked; `length`: tokens of a sample."""
+        self._length = length
         self._schedule, self._rank = schedule, rank
         self._actions = [action for action in schedule.actions if action.rank == rank]
         self._cut, self._reducing, self._exchange = cut, reducing, exchange
@@ -133,7 +134,7 @@ class Executor:
         learning = torch.is_grad_enabled()
         if not own.first:
             received = self._states[chunk].take(lo, hi).detach().requires_grad_(learning)
-        result = self._cut.run(chunk, received, lambda: forward(lo, hi, own.last))
+        result = self._cut.run(chunk, (hi - lo, self._length), received, lambda: forward(lo, hi, own.last))
         if learning:
             edge = get_gradient_edge(result) if result.requires_grad else None
             self._open[chunk, lo, hi] = _Open(received, edge)

@@ -59,7 +59,7 @@ class _Watch:
         for path, module in twin.named_modules():
             if path in anatomy.blocks:
                 module.register_forward_hook(self._block(path), with_kwargs=True)
-            elif not f"{path}.".startswith(inside) and any(True for _ in module.parameters(recurse=False)):
+            elif path and not f"{path}.".startswith(inside) and any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_hook(self._outside(path))
 
     def _block(self, path: str) -> Any:
