@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp64", "fp32"),
 }
 """What is drawn. Settings that say nothing in a case (a schedule without a pipeline) do not count as reached there."""
-TRIES = 60
+TRIES = 600
 """Random cases that a pair is looked for in before it is given up."""
 
 
