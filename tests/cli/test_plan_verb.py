@@ -38,8 +38,10 @@ def test_o_writes_the_best_plan_that_runs_and_any_the_best(capfd, tmp_path, monk
     told(capfd, "plan", *options, "--any", "-o", "any.toml")
     assert read_plan("any.toml").plan_hash == ranking["estimates"][0]["plan_hash"]
     few = ["llama3-8b", *HERE, "--global-batch", "4"]
-    assert main(["plan", *few, "-o", "few.toml"]) == 4
-    assert "--any" in capfd.readouterr().err
+    ranking = told(capfd, "plan", *few)
+    runs = any(ranking["runs"]) or ranking["runnable"] is not None
+    assert main(["plan", *few, "-o", "few.toml", "--dry-run"]) == (0 if runs else 4)
+    assert ("--any" in capfd.readouterr().err) is not runs
     assert main(["plan", *few, "--any", "-o", "few.toml", "--dry-run"]) == 0
     assert not (tmp_path / "few.toml").exists()
 
@@ -60,7 +62,7 @@ def test_why_answers_about_a_choice(capfd, choice, possible, words):
     assert words in shown(capfd, "plan", *options)
 
 
-def test_explain_of_a_layout_that_is_priced_only(capfd, tmp_path, monkeypatch):
+def test_explain_of_a_pipeline(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told(capfd, "plan", "llama3-8b", *HERE, "--global-batch", "64", "-o", "one.toml")
     text = (tmp_path / "one.toml").read_text()
@@ -77,7 +79,6 @@ def test_explain_of_a_layout_that_is_priced_only(capfd, tmp_path, monkeypatch):
     (tmp_path / "two.toml").write_text(text)
     assert main(["explain", "two.toml", "--against", "one.toml"]) in (0, 4)
     captured = capfd.readouterr()
-    assert "priced, and not run by this version: layout.pp = 2" in captured.err
     text = " ".join(captured.out.split())
     for words in ("Memory by pipeline rank", "timeline, simulated", "Against the other plan", "times the tokens a second"):
         assert words in text

@@ -15,6 +15,7 @@ SOFTWARE: dict[str, tuple[str, ...]] = {
     "none": ("torchtitan", "llm-foundry"),
     "ddp": ("torchtitan", "llm-foundry"),
     "fsdp2": ("torchtitan", "llm-foundry"),
+    "flat": ("torchtitan", "llm-foundry"),
     "megatron": ("megatron-bridge", "nemo", "megatron-simumax", "megatron-2021"),
     "deepspeed": ("megatron-deepspeed",),
 }

@@ -190,7 +190,7 @@ def _wide_ranking(
     distinct = list(kinds.values())
     best = _refined([(item.plan, price(item.plan, spec, cluster)) for item in distinct[:NUM_BEST]], spec, cluster, wishes)
     runs = tuple(not check(plan, spec, cluster) for plan, _ in best)
-    runnable = next((item.plan for item in fitting if item.degrees.data_only and not check(item.plan, spec, cluster)), None)
+    runnable = next((item.plan for item in fitting if not check(item.plan, spec, cluster)), None)
     shown = None if runs[0] else runnable
     near = neighbours(best[0][0], best[0][1], spec, cluster, to_run=False)
     others = [(item.plan, price(item.plan, spec, cluster)) for item in distinct[NUM_BEST:NUM_OTHERS]]
