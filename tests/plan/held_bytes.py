@@ -23,7 +23,8 @@ from fullstride.plan.ledger.table import ledger
 from fullstride.plan.plan import Batch, Layout, Loss, Pipeline, Recompute, Shard, Workload
 from fullstride.plan.rules import check
 
-LENGTH = 64
+LENGTH = 72
+"""Tokens: no weight has as many rows or columns as two samples have tokens (see `Watch.kept`)."""
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
