@@ -159,16 +159,21 @@ def options_for(
     return _wished(found, base.workload.samples_per_step // degrees.dp, degrees, spec, wishes)
 
 
+OWN_ZERO: tuple[Carrier, ...] = ("fsdp2", "flat")
+
+
 def _shards(degrees: Degrees, cluster: Cluster) -> list[tuple[int, int, Shard]]:
     dp = degrees.dp
     if dp * degrees.cp == 1:
         return [(1, 1, Shard())]
     keep = Shard(carrier="fsdp2", stage=3, reshard=dict(KEEP_ENDS))
     found = [(1, dp, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 2, 3)] + [(1, dp, keep)]
+    if dp > 1:
+        found += [(1, dp, Shard(carrier="flat", stage=stage)) for stage in (1, 2, 3)]
     inside = max(1, devices_per_node(cluster) // (degrees.tp * degrees.cp))
     for group in (inside * n for n in GROUPS):
         if 1 < group < dp and dp % group == 0:
-            found += [(dp // group, group, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 3)]
+            found += [(dp // group, group, Shard(carrier=name, stage=stage)) for name in OWN_ZERO for stage in (1, 3)]
     return [*found, (dp, 1, Shard(carrier="ddp"))]
 
 

@@ -17,7 +17,7 @@ from fullstride.plan.axes import Wishes, layers_for
 from fullstride.plan.defaults import AUTOCAST, weights_cast
 from fullstride.plan.estimate import Candidate, Estimate
 from fullstride.plan.placement import devices_per_node
-from fullstride.plan.plan import Batch, Layout, Pipeline, Plan, Shard
+from fullstride.plan.plan import Batch, Carrier, Layout, Pipeline, Plan, Shard
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
 from fullstride.plan.verdict import candidate
@@ -47,6 +47,11 @@ def vary(plan: Plan, wishes: Wishes, spec: ModelSpec, *, lay_out: bool = True) -
     return changed
 
 
+def _zero_by(plan: Plan) -> Carrier:
+    """Who shares states: who did before."""
+    return "flat" if plan.shard.carrier == "flat" else "fsdp2"
+
+
 def _layout(plan: Plan, wishes: Wishes) -> tuple[Layout, Shard]:
     old = plan.layout
     fixed: dict[str, Any] = {key[7:]: value for key, value in wishes.items() if key.startswith("layout.")}
@@ -59,7 +64,7 @@ def _layout(plan: Plan, wishes: Wishes) -> tuple[Layout, Shard]:
         stage = 1  # ranks that were not there before share the states
     if fixed.get("dp_shard", 1) > 1 and "shard.stage" not in wishes:
         stage = max(1, stage)
-    carrier = wishes.get("shard.carrier", "none" if dp * cp == 1 else "ddp" if stage == 0 else "fsdp2")
+    carrier = wishes.get("shard.carrier", "none" if dp * cp == 1 else "ddp" if stage == 0 else _zero_by(plan))
     group = dp if stage else 1
     if stage and 1 < old.dp_shard < dp and old.dp_replicate > 1 and dp % old.dp_shard == 0:
         group = old.dp_shard
@@ -119,6 +124,9 @@ def changes_of(plan: Plan, spec: ModelSpec, cluster: Cluster) -> list[tuple[str,
     if plan.shard.carrier != "none":
         stages = [n for n in range(4) if n != plan.shard.stage]
         found += [(f"zero {n}" if n else "ddp", {"shard.stage": n}) for n in stages]
+    if plan.shard.carrier in ("fsdp2", "flat"):
+        other = "fsdp2" if plan.shard.carrier == "flat" else "flat"
+        found.append(("FSDP2" if other == "fsdp2" else "flat buffers", {"shard.carrier": other}))
     micro = plan.batch.micro_batch
     found += [(f"micro-batch {n} for {micro}", {"batch.micro_batch": n}) for n in (micro // 2, micro * 2) if n]
     modes = [mode for mode in ("none", "norm_activation", "full") if mode != plan.recompute.mode]

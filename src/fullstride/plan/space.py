@@ -54,23 +54,28 @@ def micro_batches(samples_per_rank: int) -> list[int]:
 
 
 def layouts(num_ranks: int, cluster: Cluster) -> list[tuple[Layout, Shard]]:
-    """DDP, ZeRO 1 to 3 over all ranks, ZeRO-3 with the ends kept, and sharding inside nodes where there are several."""
+    """DDP, ZeRO 1 to 3 over all ranks by FSDP2 and on flat buffers, ZeRO-3 with the ends kept, and sharding inside nodes
+    where there are several.
+    """
     if num_ranks == 1:
         return [layout_for(0, 1)]
     found = [layout_for(stage, num_ranks) for stage in (0, 1, 2, 3)]
+    found += [(layout, replace(shard, carrier="flat")) for layout, shard in found if shard.stage]
     full = layout_for(3, num_ranks)
     found.append((full[0], replace(full[1], reshard=dict(KEEP_ENDS))))
     inside = cluster.groups[0].num_devices
     if 1 < inside < num_ranks and num_ranks % inside == 0:
         hybrid = Layout(dp_replicate=num_ranks // inside, dp_shard=inside)
-        found += [(hybrid, Shard(carrier="fsdp2", stage=stage)) for stage in (1, 2, 3)]
+        found += [(hybrid, Shard(carrier=carrier, stage=stage)) for carrier in ("fsdp2", "flat") for stage in (1, 2, 3)]
     return found
 
 
 def precisions(cluster: Cluster, accumulation: int, carrier: str) -> list[Precision]:
     """bf16 on GPUs, by autocast or by cast weights; fp32 on CPU, and autocast where bf16 products were measured there."""
     if cluster.device.kind != "cpu":
-        return [AUTOCAST] if carrier == "ddp" else [weights_cast(accumulation, carrier), AUTOCAST]
+        return (
+            [AUTOCAST] if carrier == "ddp" else [weights_cast(accumulation, carrier), AUTOCAST][: 1 if carrier == "flat" else 2]
+        )
     measured = any(point.dtype == "bf16" for point in cluster.matmuls)
     return [FP32, AUTOCAST] if measured else [FP32]
 
@@ -164,7 +169,7 @@ def _sharing(plan: Plan) -> str:
     layout, shard = plan.layout, plan.shard
     if shard.carrier == "none" and layout.world_size > 1:
         return "no data parallelism"
-    words = f"zero {shard.stage}" if shard.carrier == "fsdp2" else CARRIERS[shard.carrier]
+    words = {"fsdp2": f"zero {shard.stage}", "flat": f"flat zero {shard.stage}"}.get(shard.carrier) or CARRIERS[shard.carrier]
     words += f" zero {shard.stage}" if shard.carrier in ("megatron", "deepspeed") and shard.stage else ""
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
         words += f" in groups of {layout.dp_shard}"

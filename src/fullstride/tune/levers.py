@@ -14,7 +14,7 @@ import msgspec
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Batch, Layout, Overlap, Plan, Precision, Shard
+from fullstride.plan.plan import Batch, Carrier, Layout, Overlap, Plan, Precision, Shard
 
 
 class Move(Value, frozen=True, kw_only=True):
@@ -94,7 +94,8 @@ def _zero(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
         return
     now = _sharding(plan.shard)
     choices = [(Shard(carrier="ddp", stage=0), Layout(dp_replicate=ranks))]
-    choices += [(Shard(carrier="fsdp2", stage=stage), Layout(dp_shard=ranks)) for stage in (1, 2, 3)]
+    carrier: Carrier = "flat" if plan.shard.carrier == "flat" else "fsdp2"
+    choices += [(Shard(carrier=carrier, stage=stage), Layout(dp_shard=ranks)) for stage in (1, 2, 3)]
     for shard, layout in choices:
         if _sharding(shard) != now:
             yield Move(plan=replaced(plan, shard=shard, layout=layout), words=f"{now} -> {_sharding(shard)}")
@@ -102,6 +103,14 @@ def _zero(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
 
 def _sharding(shard: Shard) -> str:
     return "DDP" if shard.carrier == "ddp" else f"ZeRO-{shard.stage}"
+
+
+def _carrier(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
+    names: dict[Carrier, str] = {"fsdp2": "FSDP2", "flat": "flat buffers"}
+    for carrier, words in names.items():
+        if plan.shard.carrier in names and carrier != plan.shard.carrier:
+            shard = msgspec.structs.replace(plan.shard, carrier=carrier)
+            yield Move(plan=replaced(plan, shard=shard), words=f"ZeRO by {names[plan.shard.carrier]} -> {words}")
 
 
 def _reshard(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
@@ -210,6 +219,13 @@ LEVERS: tuple[Lever, ...] = (
         attacks="exposed communication, or memory held twice",
         changes=_zero,
         needs="needs several data-parallel ranks",
+        moves_memory=True,
+    ),
+    Lever(
+        name="carrier",
+        attacks="copies around collectives, and gathering that waits for the whole optimizer step",
+        changes=_carrier,
+        needs="applies to ZeRO only",
         moves_memory=True,
     ),
     Lever(

@@ -92,6 +92,7 @@ class Flat(Holding):
 
     def finish(self) -> None:
         """Reduce what was not yet, and let the device wait for all of it. Does nothing when called again."""
+        self._held = False
         self._flush()
         while self._flying:
             self._land()
@@ -216,7 +217,7 @@ class Flat(Holding):
             self._done(unit)
 
     def _done(self, unit: FlatUnit) -> None:
-        if unit.busy:
+        if unit.busy and not self._held:
             if self._stage == 1 and not self._last:
                 if unit.pending:
                     unit.store(set(unit.pending), self.gradient_dtype)

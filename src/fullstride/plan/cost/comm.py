@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.compute import stepped_parameters, term
+from fullstride.plan.cost.compute import optimizer, stepped_parameters, term
 from fullstride.plan.cost.inside import data_inside, expert_weights, local_parameters
 from fullstride.plan.cost.lanes import Held, again, busiest
 from fullstride.plan.cost.pieces import FUSED
@@ -23,8 +23,12 @@ from fullstride.plan.facts import (
 )
 from fullstride.plan.plan import Plan
 
+OWN_ZERO = ("fsdp2", "flat")
+"""Carriers of this engine that gather weights and scatter gradients."""
 COPY_EFFICIENCY = 0.47
 """FSDP2's copies in and out of flat buffers over a plain copy; from 80 ms in one step of an 8B model on two H200."""
+FLAT_COPY_EFFICIENCY = 0.68
+"""The one copy of gradients into flat buffers, likewise: 11 ms in one step."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def volumes(plan: Plan, spec: ModelSpec) -> Volumes:
     if plan.shard.carrier == "ddp":
         return Volumes(gathered=0.0, reduced=0.0, all_reduced=2.0 * trained)
     gathers, rounds = _rounds(plan)
-    again = sum(num_resharded(plan, part) * part.parameters for part in parts(spec))
+    again = sum(num_resharded(plan, part) * part.parameters for part in parts(spec) if not _looked_up(plan, part.group))
     across = 2.0 * trained / plan.layout.dp_shard * rounds if plan.layout.dp_replicate > 1 else 0.0
     return Volumes(gathered=float(gathers * count + micro * again), reduced=float(rounds * trained), all_reduced=across)
 
@@ -65,6 +69,11 @@ def _rounds(plan: Plan) -> tuple[int, int]:
     """How often in a step all weights are gathered for forward, and all gradients reduced."""
     micro = plan.batch.accumulation
     return {1: (1, 1), 2: (1, micro)}.get(plan.shard.stage, (micro, micro))
+
+
+def _looked_up(plan: Plan, group: str) -> bool:
+    """Backward of an embedding needs no weights, which flat buffers make use of and FSDP2 does not."""
+    return plan.shard.carrier == "flat" and group == "embedding"
 
 
 def overlap_share(cluster: Cluster) -> float:
@@ -142,8 +151,11 @@ def own_reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
 
 
 def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """FSDP2: weights gathered for forward, one part ahead of its use, and again for backward where they were freed."""
-    if plan.shard.carrier != "fsdp2":
+    """Weights gathered for forward, one part ahead of its use, and again for backward where they were freed.
+
+    Flat buffers below ZeRO-3 gather a part behind its own optimizer step, beside the later ones' and the next forward.
+    """
+    if plan.shard.carrier not in OWN_ZERO:
         return term("all-gather of weights", "comm", 0.0, "no sharding", "modelled")
     micro = plan.batch.accumulation
     rounds, _ = _rounds(plan)
@@ -156,17 +168,20 @@ def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         rate = rates.collective_seconds(cluster, "all_gather", size, ranks, per_node=near)
         trust = "assumed" if rate.confidence == "assumed" else trust
         source = rate.source if h.part.group == "blocks" else source
-        back = num_resharded(plan, h.part) * h.many / h.part.count
+        back = 0.0 if _looked_up(plan, h.part.group) else num_resharded(plan, h.part) * h.many / h.part.count
         seconds += rate.seconds * (h.many * rounds + back * micro)
         cover = 0.0 if h.part.group == "embedding" else h.piece.forward  # nothing runs before the first
         exposed += h.many * rounds * _outside(rate.seconds, cover, cluster)
         exposed += back * micro * _outside(rate.seconds, _backward_of(plan, h) / 2, cluster)  # the other half hides reduction
+    if plan.shard.carrier == "flat" and plan.shard.stage < 3:
+        forward = sum(h.many * h.piece.forward for h in busiest(plan, spec, cluster))
+        exposed = _outside(seconds, optimizer(plan, spec, cluster).seconds + forward, cluster)
     return term("all-gather of weights", "comm", seconds, source, trust, exposed)
 
 
 def reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """FSDP2: a part's gradients are reduce-scattered while the part before it runs backward; the first part's stand alone."""
-    if plan.shard.carrier != "fsdp2":
+    """A part's gradients are reduce-scattered while the part before it runs backward; the first part's stand alone."""
+    if plan.shard.carrier not in OWN_ZERO:
         return term("reduce-scatter of gradients", "comm", 0.0, "no sharding", "modelled")
     _, rounds = _rounds(plan)
     wide, layout = BYTES[plan.precision.reduction], plan.layout
@@ -193,6 +208,8 @@ def reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
 
 def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """FSDP2's own copies: shards cast into the gather's input, its output copied out, gradients copied in and widened."""
+    if plan.shard.carrier == "flat":
+        return _flat_copies(plan, spec, cluster)
     if plan.shard.carrier != "fsdp2":
         return term("FSDP2's copies", "comm", 0.0, "no sharding", "modelled")
     moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
@@ -203,6 +220,27 @@ def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     rate = rates.copy_seconds(cluster, size)
     efficiency = 1.0 if cluster.device.kind == "cpu" else COPY_EFFICIENCY
     return term("FSDP2's copies", "comm", rate.seconds / efficiency, f"{efficiency:.0%} of {rate.source}", rate.confidence)
+
+
+def _flat_copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """Flat buffers: gradients copied once (micro-batches added up), shards cast where masters have another dtype."""
+    moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
+    wide, master, kept = BYTES[plan.precision.reduction], BYTES[plan.precision.master], BYTES[plan.precision.gradient]
+    ranks, micro, trained = plan.layout.dp_shard, plan.batch.accumulation, num_trainable(spec)
+    size = moved.reduced * (each + wide)
+    if micro > 1 and plan.shard.stage == 1:  # whole sums, one pass to make them and one more where they are narrowed
+        size = trained * (micro * (each + kept) + (micro - 1) * kept + (kept + wide if kept != wide else 0))
+    elif micro > 1 or kept != wide:
+        size += moved.reduced / ranks * (wide + 2 * kept)
+    if plan.precision.cast == "weights":
+        size += moved.gathered / ranks * (master + each)
+    if plan.layout.tp * plan.layout.pp * plan.layout.ep > 1:
+        size *= sum(h.many * local_parameters(h.part, plan) for h in busiest(plan, spec, cluster)) / num_parameters(spec)
+    rate = rates.copy_seconds(cluster, size)
+    efficiency = 1.0 if cluster.device.kind == "cpu" else FLAT_COPY_EFFICIENCY
+    return term(
+        "copies of flat buffers", "comm", rate.seconds / efficiency, f"{efficiency:.0%} of {rate.source}", rate.confidence
+    )
 
 
 def tensor(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
