@@ -262,16 +262,18 @@ class _Ranks:
             raise BadInput(told[0][0], fix=told[0][1])
 
 
-_groups: list[dist.ProcessGroup] = []
+_groups: dict[int, dist.ProcessGroup] = {}
+"""By the world they belong to."""
 
 
 def _own_group() -> dist.ProcessGroup | None:
     """A gloo group of all ranks, made once, for saves that a user's own loop asks for."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if not _groups:
-        _groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS)))
-    return _groups[0]
+    world = id(dist.group.WORLD)
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
+    return _groups[world]
 
 
 @dataclass(frozen=True)
