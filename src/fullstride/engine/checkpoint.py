@@ -13,11 +13,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -40,6 +39,7 @@ from fullstride.engine.checkpoint_folder import (
     remove,
     signed,
 )
+from fullstride.engine.checkpoint_ranks import WAIT_SECONDS, Ranks, all_do, own_group
 from fullstride.engine.checkpoint_staging import Staging, room_for, streamed
 from fullstride.engine.init import seed_of
 from fullstride.engine.moments import moment
@@ -49,9 +49,6 @@ from fullstride.errors import BadInput, EnvironmentFault, FullstrideError, Timed
 from fullstride.files import write_json
 from fullstride.plan.plan import Plan
 from fullstride.rundir import RunDir
-
-WAIT_SECONDS = 3600.0
-"""Longest wait for a save that is being written."""
 
 
 class Savable(Protocol):
@@ -101,7 +98,7 @@ class Checkpointer:
         assert keep >= 1
         self.stall_seconds = 0.0
         self.in_step = ""
-        self._folder, self._keep, self._ranks = folder, keep, _Ranks(group)
+        self._folder, self._keep, self._ranks = folder, keep, Ranks(group)
         self._staging: Staging | None = None
         self._known: tuple[weakref.ref[Savable], _Shared] | None = None
         self._thread: threading.Thread | None = None
@@ -219,7 +216,7 @@ def save_run(run: Savable, folder: Path, samples: int | None = None) -> None:
         BadInput: there is something at `folder` already.
         EnvironmentFault: the disk is full or may not be written; nothing is left.
     """
-    ranks = _Ranks(_own_group())
+    ranks = Ranks(own_group())
     there = BadInput(f"{folder}: exists already", fix="choose another folder") if folder.exists() else None
     ranks.agree(there)
     counted = run.step_index * run.plan.workload.samples_per_step if samples is None else samples
@@ -236,44 +233,7 @@ def load_run(run: Savable, folder: Path) -> Manifest:
     Raises:
         BadInput: a file is missing or damaged, or it belongs to another model; names the file or the parameter.
     """
-    return _load(run, folder, _Ranks(_own_group()))
-
-
-class _Ranks:
-    """Who takes part in saving and loading."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group) if group else 0
-        self.count = dist.get_world_size(group) if group else 1
-
-    def exchange(self, item: Any) -> list[Any]:
-        """Every rank's item, on every rank."""
-        if not self.group:
-            return [item]
-        items = [None] * self.count
-        dist.all_gather_object(items, item, group=self.group)
-        return items
-
-    def agree(self, error: BadInput | None) -> None:
-        """Raise on every rank what one of them found."""
-        told = [e for e in self.exchange((error.message, error.fix) if error else None) if e]
-        if told:
-            raise BadInput(told[0][0], fix=told[0][1])
-
-
-_groups: dict[int, dist.ProcessGroup] = {}
-"""By the world they belong to."""
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, made once, for saves that a user's own loop asks for."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    world = id(dist.group.WORLD)
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
-    return _groups[world]
+    return _load(run, folder, Ranks(own_group()))
 
 
 @dataclass(frozen=True)
@@ -286,7 +246,7 @@ class _Shared:
     """What all ranks write together."""
 
 
-def _share(run: Savable, ranks: _Ranks) -> _Shared:
+def _share(run: Savable, ranks: Ranks) -> _Shared:
     pieces = run.pieces()
     named = {key: str(value.dtype).removeprefix("torch.") for key, value in run.state().items()}
     everybody = ranks.exchange((pieces, named))
@@ -305,7 +265,7 @@ def _name(key: str) -> str:
     return key.split("/", 1)[1]
 
 
-def _entries(run: Savable, shared: _Shared, ranks: _Ranks) -> list[Entry]:
+def _entries(run: Savable, shared: _Shared, ranks: Ranks) -> list[Entry]:
     """What this rank writes."""
     pieces = run.pieces()
     found: list[Entry] = []
@@ -334,7 +294,7 @@ def _device(run: Savable) -> torch.device:
     return next((local(value).device for value in run.state().values()), torch.device("cpu"))
 
 
-def _write(job: _Job, target: Path, keep: int, ranks: _Ranks) -> None:
+def _write(job: _Job, target: Path, keep: int, ranks: Ranks) -> None:
     """Write beside the target, then make it visible; leaves nothing behind when it fails."""
     folder = partial_folder(target)
 
@@ -357,35 +317,15 @@ def _write(job: _Job, target: Path, keep: int, ranks: _Ranks) -> None:
             publish(folder, target, keep)
 
     try:
-        _all(make_room, ranks)
-        stored = dict(_all(write, ranks))
-        _all(finish, ranks)
+        all_do(make_room, ranks)
+        stored = dict(all_do(write, ranks))
+        all_do(finish, ranks)
     except EnvironmentFault as error:
         if ranks.rank == 0:
             remove(folder)
         fix = "free disk space; older checkpoints are as they were"
         raise EnvironmentFault(f"{target}: not saved ({error})", fix=fix) from None
     moment("saved", job.manifest.step)
-
-
-def _all(work: Callable[[], Any], ranks: _Ranks) -> list[Any]:
-    """What every rank's work returned.
-
-    Raises:
-        EnvironmentFault: the disk refused one of them, on all of them.
-    """
-    found, problem = None, ""
-    try:
-        found = work()
-    except OSError as error:
-        problem = error.strerror or str(error)
-    except EnvironmentFault as error:
-        problem = error.message
-    told = ranks.exchange((found, problem))
-    for rank, (_, said) in enumerate(told):
-        if said:
-            raise EnvironmentFault(said if ranks.count == 1 else f"rank {rank}: {said}")
-    return [item for item, _ in told]
 
 
 def _hidden(folder: Path, stored: dict[str, Stored]) -> None:
@@ -396,7 +336,7 @@ def _hidden(folder: Path, stored: dict[str, Stored]) -> None:
             raise EnvironmentFault(f"{name} was written, but rank 0 does not see it: all hosts must share the folder")
 
 
-def _load(run: Savable, folder: Path, ranks: _Ranks) -> Manifest:
+def _load(run: Savable, folder: Path, ranks: Ranks) -> Manifest:
     ranks.agree(check_files(folder, ranks.rank, ranks.count))
     manifest = read_manifest(folder)
     state, pieces = run.state(), run.pieces()
@@ -411,7 +351,7 @@ def _load(run: Savable, folder: Path, ranks: _Ranks) -> Manifest:
 
 
 def _fill(
-    state: Mapping[str, Tensor], pieces: Mapping[str, Piece], folder: Path, manifest: Manifest, ranks: _Ranks
+    state: Mapping[str, Tensor], pieces: Mapping[str, Piece], folder: Path, manifest: Manifest, ranks: Ranks
 ) -> BadInput | None:
     """Read this rank's pieces and random numbers; returns what went wrong."""
     try:
@@ -434,7 +374,7 @@ def _rng(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _restore_rng(boxes: Boxes, manifest: Manifest, ranks: _Ranks) -> None:
+def _restore_rng(boxes: Boxes, manifest: Manifest, ranks: Ranks) -> None:
     for key, value in _rng(ranks.rank).items():
         gpu = key.startswith("rng/cuda/")
         if manifest.world_size == ranks.count and key in boxes:
