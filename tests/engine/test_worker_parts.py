@@ -37,6 +37,7 @@ def test_kernels_are_known_by_their_names():
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
         "Memcpy HtoD (Pinned -> Device)": "copy",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>": "copy",
         "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel>": "elementwise",
         "triton_poi_fused_mul_silu_0": "elementwise",
     }

@@ -29,7 +29,7 @@ _ANCHORS = 5
 # First match wins; words of kernel names by cuBLAS, CUTLASS, cuDNN, FlashAttention, NCCL, Triton and ATen.
 _CLASSES: tuple[tuple[Kernel, tuple[str, ...]], ...] = (
     ("collective", ("nccl",)),
-    ("copy", ("memcpy", "memset", "copy_kernel", "catarray", "split_with_sizes", "chunk_cat")),
+    ("copy", ("memcpy", "memset", "copy_kernel", "copyfunctor", "catarray", "split_with_sizes", "chunk_cat")),
     ("attention", ("flash", "fmha", "sdpa", "attention", "mha_")),
     ("optimizer", ("adam", "multi_tensor_apply")),
     ("matmul", ("gemm", "cutlass", "cublas", "nvjet", "splitk", "matmul", "xmma", "s1688", "s16816")),

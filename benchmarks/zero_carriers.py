@@ -1,0 +1,199 @@
+"""ZeRO by FSDP2 and on flat buffers (and DDP where it fits), in turns on the same model and machine.
+
+    python benchmarks/zero_carriers.py                                               two GPUs: 8B at 8192
+    python benchmarks/zero_carriers.py --stages 2 3 --reduction bf16 --rounds 5
+    python benchmarks/zero_carriers.py --model tiny --seq 64 --steps 2 --rounds 2    anywhere, to see that it runs
+
+Every round builds each plan anew, warms it up and times some steps; what is printed is the mean of the rounds with the lowest
+and the highest. Then two steps of each are profiled: copies are kernels that only move bytes, exposed communication is what
+stands outside of computation, both on the rank with the longest step. A plan whose loss or gradient norm strays from the first
+one's is named, and its figures are void. On a CPU figures say nothing of speed. Writes a dated record with `--record`.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import tempfile
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from fullstride.cluster.probe import probe_cluster
+from fullstride.errors import FullstrideError
+from fullstride.launch.session import WorkerSession
+from fullstride.measure.collect import attribution_of, events_of_order, read_trace, sizes_of_events, step_seconds
+from fullstride.model.source import load_spec
+from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
+from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Overlap, Plan, Recipe, Recompute, Workload
+from fullstride.plan.price import price
+from fullstride.plan.rules import check
+from fullstride.rundir import RunDir
+
+LOSS_APART, NORM_APART = 2e-3, 5e-2
+"""Relative; bf16 sums in another order move the first steps by less."""
+
+
+def plan_of(asked, cluster, carrier, stage):
+    """The plan of one row."""
+    layout, shard = layout_for(stage, asked.ranks)
+    samples = asked.micro_batch * asked.accumulation
+    if cluster.device.kind == "cpu":
+        precision = FP32
+    elif carrier == "ddp":
+        precision = AUTOCAST
+    else:
+        narrow = asked.reduction if asked.accumulation == 1 else "fp32"
+        precision = replace(weights_cast(asked.accumulation, carrier), reduction=asked.reduction, gradient=narrow)
+    return Plan(
+        model=ModelRef(source=asked.model),
+        workload=Workload(sequence_length=asked.seq, samples_per_step=samples * asked.ranks, data=asked.data),
+        recipe=Recipe(steps=10_000, warmup_steps=100),
+        layout=layout,
+        shard=replace(shard, carrier=carrier),
+        batch=Batch(micro_batch=asked.micro_batch, accumulation=asked.accumulation),
+        recompute=Recompute(mode=asked.recompute),
+        overlap=Overlap(prefetch=asked.prefetch) if stage == 3 else Overlap(),
+        precision=precision,
+        loss=Loss(kind=asked.loss),
+        compile=Compile(mode=asked.compile),
+    )
+
+
+def rows_of(asked, spec, cluster):
+    """Plans by name; DDP only where it is expected to fit."""
+    found = {f"{c} zero {s}": plan_of(asked, cluster, c, s) for s in asked.stages for c in ("fsdp2", "flat")}
+    ddp = plan_of(asked, cluster, "ddp", 0)
+    if price(ddp, spec, cluster).fits:
+        found["ddp"] = ddp
+    for name, plan in found.items():
+        for broken in check(plan, spec, cluster):
+            raise SystemExit(f"{name}: {broken.message}")
+    return found
+
+
+def must(reply):
+    """Stop where the worker failed."""
+    assert reply.ok, f"{reply.failure.message}\n{reply.failure.detail}"
+    return reply
+
+
+def turn(session, run_dir, name, plan, label, asked):
+    """One round of one plan: step times, first losses and norms, peak memory."""
+    must(session.build(name, plan))
+    ranks = plan.layout.world_size
+    starts = sizes_of_events(run_dir, ranks)
+    warm = must(session.run(asked.warmup, f"{label} warm"))
+    early = next(iter(events_of_order(run_dir, f"{label} warm", ranks, starts).steps.values()))
+    starts = sizes_of_events(run_dir, ranks)
+    timed = must(session.run(asked.steps + 1, label))
+    times = step_seconds(events_of_order(run_dir, label, ranks, starts))[1:]
+    return {
+        "seconds": statistics.mean(times),
+        "losses": [step.loss for step in early],
+        "norms": [step.grad_norm for step in early],
+        "peak_bytes": max(warm.peak_allocated_bytes, timed.peak_allocated_bytes),
+    }
+
+
+def profiled(session, run_dir, name, plan):
+    """Milliseconds of the step by share, and of copies, on the slowest rank."""
+    must(session.build(name, plan))
+    must(session.run(2, f"{name} again"))
+    must(session.run(2, f"{name} profiled", profile=True))
+    shares = attribution_of(run_dir, f"{name} profiled", plan.layout.world_size)
+    traces = [run_dir.trace(rank) for rank in range(plan.layout.world_size)]
+    copies = max(copied(path) for path in traces)
+    for path in traces:
+        path.unlink(missing_ok=True)  # the next plan's spans stand alone
+    return {**{share.name: share.seconds * 1e3 for share in shares}, "copies": copies}
+
+
+def copied(path):
+    """Milliseconds a step that a rank's kernels only moved bytes, those from the host left out; 0 without a device."""
+    spans = read_trace(path) if path.exists() else []
+    steps = {span.step for span in spans}
+    return sum(s.end_ns - s.start_ns for s in spans if s.kernel == "copy" and s.phase != "h2d") / 1e6 / max(1, len(steps))
+
+
+def strays(row, first):
+    """Why a row's numbers are not those of the first row; empty if they are."""
+    for what, allowed in (("losses", LOSS_APART), ("norms", NORM_APART)):
+        for mine, theirs in zip(row[what], first[what], strict=True):
+            if not math.isclose(mine, theirs, rel_tol=allowed):
+                return f"{what} {mine:.5g} beside {theirs:.5g}"
+    return ""
+
+
+def show(results, asked):
+    """A line a plan."""
+    heads = f"{'copies':>8} {'exposed':>8} {'optimizer':>9} {'peak':>9}"
+    print(f"{'':14} {'step s':>8} {'low':>8} {'high':>8} {'tok/s/GPU':>10} {heads}")
+    for name, row in results.items():
+        mean, shares = row["step_seconds"], row["shares"]
+        tokens = asked.micro_batch * asked.accumulation * asked.seq / mean
+        copies, exposed, optimizer = (shares.get(key, 0.0) for key in ("copies", "exposed_comm", "optimizer"))
+        figures = f"{mean:8.4f} {min(row['rounds']):8.4f} {max(row['rounds']):8.4f} {tokens:10.0f}"
+        parts = f"{copies:5.1f} ms {exposed:5.1f} ms {optimizer:6.1f} ms {row['peak_bytes'] / 2**30:5.1f} GiB"
+        print(f"{name:14} {figures} {parts}{'   VOID: ' + row['void'] if row['void'] else ''}")
+
+
+def main():
+    """Measure in turns, profile, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2], choices=(1, 2, 3))
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--reduction", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered ahead at stage 3")
+    parser.add_argument("--recompute", default="none", choices=("none", "norm_activation", "full"))
+    parser.add_argument("--loss", default="chunked", choices=("model", "chunked"))
+    parser.add_argument("--compile", choices=("off", "block"), help="block on a GPU, off on a CPU")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    spec, cluster = load_spec(asked.model), probe_cluster(num_ranks=asked.ranks)
+    asked.compile = asked.compile or ("off" if cluster.device.kind == "cpu" else "block")
+    plans = rows_of(asked, spec, cluster)
+    turns = {name: [] for name in plans}
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir(root=folder)
+        with WorkerSession(run_dir, next(iter(plans.values()))) as session:
+            for number in range(asked.rounds):
+                for name, plan in plans.items():
+                    turns[name].append(turn(session, run_dir, name, plan, f"{name} {number}", asked))
+                    must(session.release())
+            for name, plan in plans.items():
+                rounds = turns[name]
+                results[name] = {
+                    "step_seconds": statistics.mean(done["seconds"] for done in rounds),
+                    "rounds": [done["seconds"] for done in rounds],
+                    "peak_bytes": max(done["peak_bytes"] for done in rounds),
+                    "losses": rounds[0]["losses"],
+                    "norms": rounds[0]["norms"],
+                    "shares": profiled(session, run_dir, name, plan),
+                }
+                must(session.release())
+                results[name]["void"] = strays(results[name], next(iter(results.values())))
+    show(results, asked)
+    if asked.record:
+        record = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": cluster.device.name}
+        record |= {"asked": vars(asked), "plans": results}
+        target = Path(__file__).parent / "results" / f"{record['date']}-zero-carriers.json"
+        target.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {target.name}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FullstrideError as error:
+        raise SystemExit(str(error)) from None

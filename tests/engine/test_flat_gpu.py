@@ -1,0 +1,144 @@
+"""ZeRO on flat buffers on GPUs: the numbers of one process, and of FSDP2, in bf16; streams that overtake nothing."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fullstride.engine.build import from_config
+from fullstride.engine.parity_models import FAMILIES
+from fullstride.engine.run import prepare
+from fullstride.plan.plan import (
+    Batch,
+    Compile,
+    Layout,
+    Loss,
+    ModelRef,
+    Overlap,
+    Plan,
+    Precision,
+    Recipe,
+    Recompute,
+    Shard,
+    Workload,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multi,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
+]
+CONFIG = {**FAMILIES["llama"], "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 8191}
+CONFIG |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 2048, "initializer_range": 0.02}
+CAST = Precision(cast="weights", embedding="bf16", block="bf16", head="bf16")
+BF16_SUMS = Precision(cast="weights", embedding="bf16", block="bf16", head="bf16", reduction="bf16")
+SAMPLES, LENGTH, RANKS = 4, 1024, 2
+
+
+def course(carrier, stage, *, accumulation=2, steps=4, tied=False, **parts):
+    """Losses and norms of some steps [steps, 2], with an evaluation between them."""
+    torch._dynamo.reset()
+    ranks = 1 if carrier == "none" else RANKS
+    plan = Plan(
+        model=ModelRef(source="test"),
+        workload=Workload(sequence_length=LENGTH, samples_per_step=SAMPLES),
+        recipe=Recipe(learning_rate=1e-5, warmup_steps=0, clip_norm=0.5),
+        layout=Layout(dp_shard=ranks),
+        shard=Shard(carrier=carrier, stage=stage),
+        batch=Batch(micro_batch=SAMPLES // ranks // accumulation, accumulation=accumulation),
+        **{"precision": CAST, **parts},
+    )
+    run = prepare(from_config({**CONFIG, "tie_word_embeddings": tied}, "test"), plan)
+    found = []
+    for seed in range(steps):
+        ids = torch.randint(0, 8191, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(seed))
+        each = SAMPLES // ranks
+        mine = ids[run.data_rank * each : (run.data_rank + 1) * each]
+        out = run.step({"input_ids": mine, "labels": mine.masked_fill(mine % 5 == 0, -100)})
+        if seed == 1:
+            run.evaluate({"input_ids": mine, "labels": mine})
+        found.append(out)  # read after all steps: nothing waits in between
+    told = torch.tensor([(out.loss, out.grad_norm) for out in found])
+    run.close()
+    return told
+
+
+def close(found, wanted, loss=2e-3, norm=2e-2):
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found[:, 0], wanted[:, 0], rtol=loss, atol=0)
+    torch.testing.assert_close(found[:, 1], wanted[:, 1], rtol=norm, atol=0)
+
+
+def check_one_process(alone):
+    for stage in (1, 2, 3):
+        close(course("flat", stage), alone)
+
+
+def check_stages(_):
+    for accumulation in (1, 2):
+        wanted = course("fsdp2", 2, accumulation=accumulation)
+        for stage in (1, 2, 3):
+            close(course("flat", stage, accumulation=accumulation), wanted)
+    wide = course("fsdp2", 2, precision=Precision())
+    close(course("flat", 2, precision=Precision()), wide, 1e-5, 1e-4)
+    close(course("flat", 3, precision=Precision()), wide, 1e-5, 1e-4)
+    close(course("flat", 2), wide)  # bf16 against fp32
+
+
+def check_settings(_):
+    wanted = course("fsdp2", 2)
+    for parts in (
+        {"precision": BF16_SUMS},
+        {"loss": Loss(kind="chunked", chunk_tokens=1000)},
+        {"recompute": Recompute(mode="full")},
+        {"compile": Compile(mode="block")},
+        {"compile": Compile(mode="block"), "recompute": Recompute(mode="norm_activation")},
+    ):
+        for stage in (2, 3):
+            close(course("flat", stage, **parts), wanted)
+    close(course("flat", 3, overlap=Overlap(prefetch=3)), wanted)
+    close(course("flat", 3, tied=True), course("fsdp2", 3, tied=True))
+
+
+def check_streams(_):
+    """Long kernels on the computing stream change nothing: whoever does not wait reads or overwrites too early."""
+    wanted = {stage: course("flat", stage) for stage in (1, 2, 3)}
+    original = torch.cuda.Stream.wait_stream
+    spun = []
+
+    def slow(stream, other):
+        original(stream, other)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # about a millisecond before each collective
+        spun.append(stream)
+
+    torch.cuda.Stream.wait_stream = slow
+    try:
+        for stage in (1, 2, 3):
+            spun.clear()
+            close(course("flat", stage), wanted[stage], 1e-6, 1e-5)
+            assert len(spun) > 8
+    finally:
+        torch.cuda.Stream.wait_stream = original
+
+
+def work(rank, folder, name):
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.cuda.set_device(rank)
+    alone = course("none", 0) if name == "one_process" else None  # before there is a group
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        device_id=torch.device("cuda", rank),
+    )
+    globals()[f"check_{name}"](alone)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["one_process", "stages", "settings", "streams"])
+def test_on_two_gpus(name, tmp_path):
+    mp.spawn(work, args=(str(tmp_path), name), nprocs=RANKS)
