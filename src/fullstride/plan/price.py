@@ -9,10 +9,10 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.flops import train_flops_per_token
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.table import terms
-from fullstride.plan.estimate import Estimate
+from fullstride.plan.estimate import Estimate, Term
 from fullstride.plan.facts import once
 from fullstride.plan.ledger.table import ledger, moments_of, peak_device_bytes
-from fullstride.plan.ledger.totals import totals
+from fullstride.plan.ledger.totals import Totals, totals
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Plan
 from fullstride.plan.rules import inert
@@ -64,7 +64,7 @@ def price(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Estimate:
     cluster = slowest(cluster)
     rows = ledger(plan, spec, cluster)
     sums = totals(rows, cluster)
-    costs = terms(plan, spec, cluster)
+    costs = (*terms(plan, spec, cluster), *_crowded(plan, sums, cluster))
     seconds = sum(item.exposed_seconds for item in costs)
     tokens = plan.workload.samples_per_step * plan.workload.sequence_length
     rate = tokens / seconds
@@ -86,6 +86,34 @@ def price(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Estimate:
         mfu_full=full,
         mfu_causal=causal,
         warnings=inert(plan),
+    )
+
+
+REMAPPED_BYTES_PER_SECOND = 2e11
+"""How fast a CUDA allocator gives cached memory back and takes it anew; from one run of an 8B model that filled its H200."""
+
+
+def _crowded(plan: Plan, sums: Totals, cluster: Cluster) -> tuple[Term, ...]:
+    """What an allocator at the end of its memory costs: it empties its cache and fills it again in every micro-batch.
+
+    It is expected as often as the device is too small for what would be reserved on a larger one. Nothing below one in a
+    thousand, and nothing on a CPU.
+    """
+    chance = sums.out_of_memory_probability
+    if cluster.device.kind == "cpu" or chance < 1e-3:
+        return ()
+    cached = sums.peak_reserved_bytes - sums.peak_allocated_bytes
+    seconds = chance * plan.batch.accumulation * cached / REMAPPED_BYTES_PER_SECOND
+    source = "chance that the device is too small x micro-batches x cached bytes / 200 GB/s"
+    return (
+        Term(
+            name="allocator at its limit",
+            kind="host",
+            seconds=seconds,
+            exposed_seconds=seconds,
+            source=source,
+            confidence="assumed",
+        ),
     )
 
 
