@@ -71,6 +71,7 @@ def test_a_number_that_strays_is_named():
     assert "only on one side" in differences(case, good, Record({"loss/0": good["loss/0"]}))[0]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 10)])

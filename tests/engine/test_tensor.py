@@ -236,6 +236,7 @@ def by_family(tp):
         )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])

@@ -34,7 +34,8 @@ from fullstride.engine.init import initialise, materialise, parameters_by_unit, 
 from fullstride.engine.loss import IGNORED
 from fullstride.engine.parity_cases import Case, model_of
 from fullstride.engine.parity_draws import draw, listed
-from fullstride.engine.precision import TORCH_DTYPE
+from fullstride.engine.pieces import Piece, take
+from fullstride.engine.precision import TORCH_DTYPE, local
 from fullstride.engine.run import prepare
 from fullstride.engine.schedule import learning_rate
 from fullstride.files import Value
@@ -150,8 +151,23 @@ def planned(case: Case) -> Record:
     state = run.state()
     masters = {key.removeprefix("weights/"): value for key, value in state.items() if key.startswith("weights/")}
     found.update({f"weight/{n}": w for n, w in gathering.all(masters, dtype)})
+    drifted = _drifted(run.pieces(), masters, found)
     run.close()
+    if drifted:
+        raise AssertionError(f"ranks hold different copies of {', '.join(drifted[:4])}")
     return found
+
+
+def _drifted(pieces: dict[str, Piece], masters: dict[str, torch.Tensor], found: Record) -> list[str]:
+    """Parameters of which this rank's elements are not, to the last bit, those of the rank that counts them."""
+    odd = []
+    for name, master in masters.items():
+        mine = local(master).reshape(-1)
+        other = torch.empty_like(mine)
+        take(found[f"weight/{name}"].to(mine.dtype), pieces[name], other)
+        if not torch.equal(mine, other):
+            odd.append(name)
+    return odd
 
 
 def share(case: Case, data_rank: int) -> slice:

@@ -85,7 +85,8 @@ class Run:
         """What to call in a hand-written loop (under DDP its wrapper).
 
         Raises:
-            RuleBroken: with a pipeline a rank's model is a part, which only the schedule can run.
+            RuleBroken: with a pipeline a rank's model is a part, which only the schedule can run; with tensor parallelism its
+                logits are those of this rank's part of the vocabulary.
         """
         self._by_hand("run.model")
         return self._carrier.module
@@ -106,7 +107,7 @@ class Run:
         """For a hand-written loop: `step()` updates from the gradients as they are, `zero_grad()` forgets them.
 
         Raises:
-            RuleBroken: with a pipeline, as for `model`.
+            RuleBroken: with a pipeline or tensor parallelism, as for `model`.
         """
         self._by_hand("run.optimizer")
         return self._applied.optimizer
@@ -117,6 +118,13 @@ class Run:
             raise RuleBroken(
                 f"{what} with layout.pp = {pp}: a rank holds a part of the model, which only the schedule can run",
                 fix="call run.step, or use layout.pp = 1",
+            )
+        tp = self.plan.layout.tp
+        if tp > 1:
+            raise RuleBroken(
+                f"{what} with layout.tp = {tp}: the model's logits are those of a part of the vocabulary, of which a loss "
+                "written by hand would be wrong without an error",
+                fix="call run.step, or use layout.tp = 1",
             )
 
     def step(self, batch: dict[str, torch.Tensor]) -> StepResult:
