@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullstride.engine.anatomy import find, logits_of
 from fullstride.engine.build import from_config
+from fullstride.engine.compiling import compile_available, compile_blocks
 from fullstride.engine.deferred import Deferred
 from fullstride.engine.memory.recompute import apply_recompute
 from fullstride.engine.parallel.carrier import Carrier
@@ -288,6 +289,24 @@ def test_under_autocast_a_split_product_is_the_plain_one():
     for grad, old in zip([value.grad, linear.weight.grad, linear.bias.grad], kept, strict=True):
         assert grad.dtype == torch.float32
         assert torch.allclose(grad, old, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.skipif(bool(compile_available(torch.device("cpu"))), reason="no C++ compiler")
+@pytest.mark.parametrize("mode", ["none", "norm_activation", "full"])
+def test_compiled_blocks_put_the_same_gradients_off(mode):
+    ids, right, model = ids_of(2), wanted(2, ids_of(2))[1], plain(2)
+    compile_blocks(model, find(model))
+    apply_recompute(model, find(model), Recompute(mode=mode))
+    split_backward([model.stack, model.to_vocab])
+    loss, deferred = loss_of(model(ids), ids), Deferred()
+    with deferred.collect():
+        loss.backward()
+    assert len(deferred) == 2 * 3 + 2  # two weights and a bias a block, the head's weight and bias
+    deferred.run()
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, right[name], rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.filterwarnings("ignore:.*eager attention keeps whole score matrices")

@@ -31,6 +31,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "schedule": ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"),
     "even": (True, False),
+    "sizes": ("equal", "growing", "shrinking"),
     "carrier": ("ddp", "fsdp2", "flat"),
     "stage": (1, 2, 3),
     "replicate": (1, 2),
@@ -54,7 +55,7 @@ def settings_of(choice: Choice, ranks: int) -> frozenset[tuple[str, Any]]:
     if choice["tp"] == 1:
         idle.add("sequence")
     if choice["pp"] == 1:
-        idle |= {"schedule", "even"}
+        idle |= {"schedule", "even", "sizes"}
     if data == 1:
         idle |= {"carrier", "stage", "replicate", "reshard"}
     elif choice["carrier"] == "ddp":
@@ -90,6 +91,8 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
     chunks = 2 if choice["schedule"] in ("interleaved", "bfs", "zb-v") else 1
     stages = choice["pp"] * chunks
     more = not choice["even"]
+    if choice["pp"] > 1 and choice["schedule"] == "interleaved" and choice["sizes"] != "equal":
+        return None  # the larger micro-batches may be too few to go round
     case = make_case(
         choice["family"],
         tied=choice["tied"],
@@ -108,6 +111,7 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
         schedule=choice["schedule"],
         chunks=chunks if choice["pp"] > 1 else 1,
         layers_per_stage=(2, *(1,) * (stages - 1)) if choice["pp"] > 1 and more else (),
+        micro_batch_per_stage=_sizes(choice["sizes"], stages) if choice["pp"] > 1 else (),
         layers=3 if choice["pp"] == 1 else stages + more,
         tp=choice["tp"],
         sequence_parallel=choice["sequence"] or choice["tp"] == 1,
@@ -115,6 +119,12 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
         changes={"num_key_value_heads": 4} if choice["family"] == "phi3" and choice["tp"] == 4 else None,
     )
     return case if _allowed(case) else None
+
+
+def _sizes(way: str, stages: int) -> tuple[int, ...]:
+    """Samples of a micro-batch on each stage; empty for the same on all."""
+    growing = (1,) * (stages // 2) + (2,) * (stages - stages // 2)
+    return {"equal": (), "growing": growing, "shrinking": growing[::-1]}[way]
 
 
 def _allowed(case: Case) -> bool:

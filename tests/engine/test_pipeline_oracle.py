@@ -1,0 +1,106 @@
+"""torch's own pipeline schedules, on what they can do: one micro-batch size, a model cut by hand. Gradients are compared."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from fullstride.engine.loss import IGNORED
+from fullstride.engine.parity_cases import PlainModel, make_case
+from fullstride.engine.run import prepare
+
+SAMPLES, LENGTH, VOCAB = 4, 12, 61
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class Part(nn.Module):
+    """A stage cut by hand."""
+
+    def __init__(self, model, rank):
+        super().__init__()
+        self.table = model.table if rank == 0 else None
+        self.stack = model.stack[:2] if rank == 0 else model.stack[2:]
+        self.last_norm, self.to_vocab = (None, None) if rank == 0 else (model.last_norm, model.to_vocab)
+
+    def forward(self, x):
+        x = self.table(x) if self.table is not None else x
+        for block in self.stack:
+            x = block(x)
+        return x if self.to_vocab is None else self.to_vocab(self.last_norm(x))
+
+
+def model_of():
+    torch.manual_seed(5)
+    return PlainModel(depth=4).double()
+
+
+def batch_of():
+    ids = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    return ids, torch.where(ids % 3 == 0, IGNORED, ids)
+
+
+def theirs(name, rank):
+    """Gradients of torch's schedule by name of the whole model's parameters, on the rank that holds them."""
+    model, (ids, labels) = model_of(), batch_of()
+    counted = int((labels[:, 1:] != IGNORED).sum())
+
+    def loss(logits, target):
+        flat = logits[:, :-1].reshape(-1, VOCAB)
+        return nn.functional.cross_entropy(flat, target[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum") / counted
+
+    stage = PipelineStage(Part(model, rank), rank, 2, torch.device("cpu"))
+    schedule = SCHEDULES[name](stage, n_microbatches=SAMPLES, loss_fn=loss, scale_grads=False)
+    losses = []
+    schedule.step(*([ids] if rank == 0 else []), target=labels if rank else None, losses=losses if rank else None)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def ours(name):
+    case = make_case("plain", pp=2, schedule=name, layers=4, accumulation=SAMPLES, micro_batch=1)
+    run, found = prepare(model_of(), case.plan, device="cpu"), {}
+    update, weights = run._update, run._weights
+
+    def spy():
+        found.update({n: weights.gradient(i).clone() for i, n in enumerate(weights.names)})
+        return update()
+
+    run._update = spy
+    run.step(dict(zip(("input_ids", "labels"), batch_of(), strict=True)))
+    return found
+
+
+def work(rank, port, queue):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name in SCHEDULES:
+        right, found = theirs(name, rank), ours(name)
+        apart = (
+            {n: float((found[n] - right[n]).abs().max() / right[n].abs().max()) for n in right}
+            if set(right) == set(found)
+            else {}
+        )
+        queue.put((name, rank, len(apart), max(apart.values(), default=1.0)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_torchs_own_schedules_agree():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=work, args=(rank, port, queue)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=150) for _ in range(4)]
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert {(name, rank) for name, rank, _, _ in found} == {(name, rank) for name in SCHEDULES for rank in range(2)}
+    assert all(number > 5 and apart < 1e-10 for _, _, number, apart in found), found
