@@ -1,18 +1,24 @@
 """Flat buffers in planning: sizes, what they move, copy and hide, and where plans with them are proposed."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.plan.plan_values import gpus, llama, plan_of
 
+from fullstride.cluster.catalogue import assumed_cluster
+from fullstride.model.source import load_spec
 from fullstride.plan.cost.comm import volumes
 from fullstride.plan.cost.table import terms
 from fullstride.plan.defaults import FP32, layout_for, weights_cast
 from fullstride.plan.facts import num_parameters
 from fullstride.plan.flat import ALIGN, aligned, flat_size
 from fullstride.plan.neighbours import changes_of, vary
-from fullstride.plan.plan import Batch, Workload
+from fullstride.plan.plan import Batch, Loss, Workload
+from fullstride.plan.price import price
 from fullstride.plan.rules import check
 from fullstride.plan.space import layouts, summary
 from fullstride.tune.levers import LEVERS
@@ -92,3 +98,22 @@ def test_the_lever_goes_both_ways_and_the_stage_stays_on_flat_buffers():
     assert {move.plan.shard.carrier for move in zero.changes(there.plan, SPEC, GPUS)} == {"ddp", "flat"}
     ddp = replace(plan, layout=layout_for(0, 8)[0], shard=layout_for(0, 8)[1])
     assert not list(lever.changes(ddp, SPEC, GPUS))
+
+
+def test_the_documented_bytes_are_the_ledgers():
+    page = (Path(__file__).parents[2] / "docs" / "zero.md").read_text()
+    spec, found = load_spec("llama3-8b"), {}
+    for stage in (1, 2, 3):
+        layout, shard = layout_for(stage, 2)
+        plan = plan_of(
+            workload=Workload(sequence_length=8192, samples_per_step=2),
+            layout=layout,
+            shard=replace(shard, carrier="flat"),
+            precision=weights_cast(1, "flat"),
+            loss=Loss(kind="chunked"),
+        )
+        found[stage] = {row.name: row.bytes for row in price(plan, spec, assumed_cluster("h200-sxm", 2, 2)).rows}
+    rows = re.findall(r"^\| ([^|]+?) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
+    assert len(rows) == 7
+    for name, *told in rows:
+        assert [int(value.replace(",", "")) for value in told] == [found[stage].get(name, 0) for stage in (1, 2, 3)], name
