@@ -296,7 +296,7 @@ def test_under_autocast_a_split_product_is_the_plain_one():
 @pytest.mark.skipif(bool(compile_available(torch.device("cpu"))), reason="no C++ compiler")
 @pytest.mark.parametrize("mode", ["none", "norm_activation", "full"])
 def test_compiled_blocks_put_the_same_gradients_off(mode):
-    ids, right, model = ids_of(2), wanted(2, ids_of(2))[1], plain(2)
+    ids, right, model = ids_of(2), wanted(2, ids_of(2))[1], plain(2).float()  # torch 2.11 compiles no attention in fp64
     compile_blocks(model, find(model))
     apply_recompute(model, find(model), Recompute(mode=mode))
     split_backward([model.stack, model.to_vocab])
@@ -306,7 +306,7 @@ def test_compiled_blocks_put_the_same_gradients_off(mode):
     assert len(deferred) == 2 * 3 + 2  # two weights and a bias a block, the head's weight and bias
     deferred.run()
     for name, grad in gradients(model).items():
-        assert torch.allclose(grad, right[name], rtol=1e-10, atol=1e-12), name
+        assert torch.allclose(grad.double(), right[name], rtol=1e-4, atol=1e-5), name
 
 
 @pytest.mark.filterwarnings("ignore:.*eager attention keeps whole score matrices")
