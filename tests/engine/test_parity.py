@@ -81,6 +81,16 @@ def test_thirty_drawn_plans_equal_a_plain_loop(ranks, count):
     assert not [(o.name, o.errors) for o in outcomes if o.errors]
 
 
+def test_rounding_that_the_reference_has_itself_is_allowed_after_the_first_step():
+    case = make_case("plain", dtype="fp32")
+    first, later = torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25])
+    wanted = Record({"gradient/0/w": first, "gradient/1/w": later})
+    other = Record({"gradient/0/w": first + 1e-4, "gradient/1/w": later + 1e-4})
+    assert differences(case, wanted, Record({"gradient/0/w": first, "gradient/1/w": later + 3e-4}), other) == ()
+    assert differences(case, wanted, Record({"gradient/0/w": first, "gradient/1/w": later + 5e-4}), other)
+    assert differences(case, wanted, Record({"gradient/0/w": first + 1e-4, "gradient/1/w": later}), other)
+
+
 def test_draws_reach_every_pair_of_settings_that_the_rules_allow():
     drawn = draw(random.Random(0), 0, 4)
     assert drawn.waiting == ()
