@@ -201,7 +201,7 @@ def _ready(work, forwarded, backed):
     return rows <= forwarded[stage] and (stage == len(backed) - 1 or rows <= backed[stage + 1])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.booleans(), st.sampled_from(["none", "full"]))
 def test_any_legal_schedule_runs_to_its_end_with_equal_gradients(drawn, tied, mode):
     placement, samples, actions = drawn
@@ -210,7 +210,7 @@ def test_any_legal_schedule_runs_to_its_end_with_equal_gradients(drawn, tied, mo
     same(piped(actions, placement, depth, ids, tied=tied, recompute=Recompute(mode=mode)), wanted(depth, ids, tied))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(schedules(), st.data())
 def test_an_illegal_schedule_is_refused_with_the_actions_at_fault(drawn, data):
     placement, samples, actions = drawn
