@@ -74,10 +74,12 @@ class Flat(Holding):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Gradients are added up here (stage 1) or in shards (2, 3) until the last one's come."""
         self._last = last
-        yield
-        if not self._held:
-            self._flush()
-        self._last = True
+        try:
+            yield
+            if not self._held:
+                self._flush()
+        finally:
+            self._last = True
 
     def hold(self, on: bool) -> None:
         """While on, gradients add up whole on this rank, in the gradient dtype, until `reduce` names their unit."""
