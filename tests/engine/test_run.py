@@ -38,6 +38,7 @@ def build(family, **more):
 # ------------------------------------------------------------------ parts
 
 
+@pytest.mark.filterwarnings("ignore:.*eager attention keeps whole score matrices")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_anatomy_finds_the_parts(family):
     model = build(family, tied=True)
