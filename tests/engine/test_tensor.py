@@ -222,8 +222,14 @@ def test_one_rank_changes_nothing():
     assert not any("forward" in vars(module) for module in built.modules())
 
 
+ELSEWHERE = {"llama", "gpt2", "olmo2", "qwen3", "mixtral", "deepseek_v3"}
+"""Families that test_known_faults_of_numbers.py runs on four tensor-parallel ranks."""
+
+
 def by_family(tp):
     for number, family in enumerate(CUT):
+        if tp == 4 and family in ELSEWHERE:
+            continue
         yield make_case(
             family,
             tp=tp,
@@ -241,6 +247,7 @@ def by_family(tp):
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_family_equals_a_plain_loop(tp):
-    outcomes = run_cases(tuple(by_family(tp)), tp, timeout_seconds=600)
-    assert len(outcomes) == len(CUT)
+    cases = tuple(by_family(tp))
+    outcomes = run_cases(cases, tp, timeout_seconds=600)
+    assert len(outcomes) == len(cases) >= 10
     assert not [(o.name, o.errors) for o in outcomes if o.errors]
