@@ -37,22 +37,6 @@ CASES = {
         make_case("gpt2", tied=True, pp=2, tp=2, schedule="zb-h1", accumulation=3, micro_batch=1, loss=CHUNKS),
         make_case("llama", pp=2, tp=2, schedule="zb-v", chunks=2, layers=4, accumulation=2, sequence_parallel=False),
     ),
-    8: (
-        make_case(
-            "llama",
-            tied=True,
-            pp=2,
-            tp=2,
-            ranks=2,
-            stage=2,
-            carrier="flat",
-            schedule="zb-h1",
-            accumulation=3,
-            micro_batch=1,
-            recompute=FULL,
-            loss=CHUNKS,
-        ),
-    ),
 }
 
 
