@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fullstride.engine.parity import Record, differences, run_cases
+from fullstride.engine.parity import Record, differences, reference, run_cases
 from fullstride.engine.parity_cases import make_case
 from fullstride.engine.parity_draws import SETTINGS, all_pairs, draw, draw_cases, listed, settings_of
 from fullstride.plan.plan import Loss, Recompute
@@ -81,14 +81,17 @@ def test_thirty_drawn_plans_equal_a_plain_loop(ranks, count):
     assert not [(o.name, o.errors) for o in outcomes if o.errors]
 
 
-def test_rounding_that_the_reference_has_itself_is_allowed_after_the_first_step():
+def test_later_steps_can_be_taken_from_the_weights_of_a_plan():
     case = make_case("plain", dtype="fp32")
-    first, later = torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25])
-    wanted = Record({"gradient/0/w": first, "gradient/1/w": later})
-    other = Record({"gradient/0/w": first + 1e-4, "gradient/1/w": later + 1e-4})
-    assert differences(case, wanted, Record({"gradient/0/w": first, "gradient/1/w": later + 3e-4}), other) == ()
-    assert differences(case, wanted, Record({"gradient/0/w": first, "gradient/1/w": later + 5e-4}), other)
-    assert differences(case, wanted, Record({"gradient/0/w": first + 1e-4, "gradient/1/w": later}), other)
+    wanted = reference(case)
+    away = {f"{step}/{n}": v + 0.01 for step in (1, 2) for k, v in wanted.items() if k.startswith("weight/") for n in [k[7:]]}
+    there = reference(case, away)
+    name = next(key for key in wanted if key.startswith("gradient/1/"))
+    assert torch.equal(there[name.replace("/1/", "/0/")], wanted[name.replace("/1/", "/0/")])
+    assert not torch.allclose(there[name], wanted[name], rtol=1e-3)
+    found = Record({**wanted, name: there[name]})
+    assert differences(case, wanted, found)
+    assert differences(case, there, Record({**there, "weight/" + name[11:]: wanted["weight/" + name[11:]]}))
 
 
 def test_draws_reach_every_pair_of_settings_that_the_rules_allow():

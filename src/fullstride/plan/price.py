@@ -96,11 +96,11 @@ REMAPPED_BYTES_PER_SECOND = 2e11
 def _crowded(plan: Plan, sums: Totals, cluster: Cluster) -> tuple[Term, ...]:
     """What an allocator at the end of its memory costs: it empties its cache and fills it again in every micro-batch.
 
-    It is expected as often as the device is too small for what would be reserved on a larger one. Nothing below one in a
-    thousand, and nothing on a CPU.
+    It is expected as often as the device is too small for what would be reserved on a larger one; a plan that is expected to
+    fit is priced without it, and so is one on a CPU.
     """
     chance = sums.out_of_memory_probability
-    if cluster.device.kind == "cpu" or chance < 1e-3:
+    if cluster.device.kind == "cpu" or chance <= 0.5:
         return ()
     cached = sums.peak_reserved_bytes - sums.peak_allocated_bytes
     seconds = chance * plan.batch.accumulation * cached / REMAPPED_BYTES_PER_SECOND
