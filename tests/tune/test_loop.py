@@ -188,13 +188,13 @@ def test_memory_is_not_saved_for_its_own_sake(bench):
     assert "under the target of 65%" in by_lever(ladder)["recompute"].reason
 
 
-def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
-    """The last rung was luck: against the baseline at the end, its plan is slow."""
+def unlucky(bench, **more):
+    """The last rung kept before the first proof was luck: against the baseline at the end, its plan is slow."""
     kept, heard = [], []
 
     def seconds(plan):
         late = heard and heard[-1].phase == "final"
-        if late and kept and plan.plan_hash == kept[-1].plan.plan_hash:
+        if late and kept and plan.plan_hash == kept[-1].plan.plan_hash and len(kept) == 3:
             return 3.0
         return seconds_by_parts(plan)
 
@@ -203,13 +203,26 @@ def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
         if said.ended and said.ended.outcome == "kept":
             kept.append(said.ended)
 
-    ladder = bench.tune(seconds=seconds, minutes=20, hear=hear)
+    return bench.tune(seconds=seconds, minutes=20, hear=hear, **more), kept, heard
+
+
+def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
+    ladder, kept, _ = unlucky(bench, max_rungs=3)
     last = next(trial for trial in ladder.trials if trial.index == kept[-1].index)
     assert last.outcome == "undone"
     assert "did not hold" in last.reason
     assert ladder.best_plan.plan_hash == kept[-2].plan.plan_hash
     assert ladder.final.verdict == "better"
     assert ladder.final.other.plan_hash == ladder.best_plan.plan_hash
+
+
+def test_after_a_fall_there_is_another_climb_and_another_proof(bench):
+    ladder, kept, heard = unlucky(bench)
+    phases = [said.phase for i, said in enumerate(heard) if i == 0 or heard[i - 1].phase != said.phase]
+    assert phases.count("final") >= 2 and len(kept) > 3
+    assert ladder.final.verdict == "better"
+    assert ladder.final.other.plan_hash == ladder.best_plan.plan_hash == kept[-1].plan.plan_hash
+    assert len({trial.index for trial in ladder.trials}) == len(ladder.trials)
 
 
 @pytest.mark.parametrize("orders", [1, 15, 40, 90])
@@ -376,3 +389,20 @@ def test_noise_that_bars_a_gain_is_measured_on_in_the_time_that_is_left(bench):
     assert bench.clock.now - bench.began <= 60 * 12
     phases = [said.phase for said in bench.heard]
     assert phases.index("trial") < len(phases) - 1 - phases[::-1].index("noise")
+
+
+def hurried(bench, **more):
+    """So noisy and so short that much is kept back for the last measurement, which then takes less."""
+    return bench.tune(minutes=5.0, noise=0.1, **more)
+
+
+def test_time_that_the_last_measurement_left_goes_to_further_rungs_and_their_own_proof(bench):
+    phases = []
+    ladder = hurried(bench, hear=lambda told: phases.append(told.phase))
+    order = [phase for i, phase in enumerate(phases) if i == 0 or phases[i - 1] != phase]
+    assert "trial" in order[order.index("final") :], "after a last measurement there was time for another trial"
+    assert ladder.final.verdict == "better"
+    assert ladder.final.other.plan_hash == ladder.best_plan.plan_hash
+    assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}
+    assert len({trial.index for trial in ladder.trials}) == len(ladder.trials)
+    assert bench.clock.now - bench.began < 60 * 5

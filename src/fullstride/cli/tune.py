@@ -35,7 +35,7 @@ class Tune:
         parser.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet (the Python library's sources)")
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all ranks")
-        parser.add_argument("--minutes", type=minutes, metavar="M", help="time allowed (4 on CPUs, 10 on GPUs)")
+        parser.add_argument("--minutes", type=minutes, metavar="M", help="time allowed (4.5 on CPUs, 10 on GPUs)")
         parser.add_argument("--baseline", metavar="FILE", help="your own plan, DeepSpeed JSON or torchtitan TOML to start from")
         parser.add_argument("-o", dest="output", metavar="DIR", help="run directory (runs/tune-DATE-MODEL)")
         parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in -o DIR")

@@ -217,6 +217,8 @@ class Noise(Value, frozen=True, kw_only=True):
     min_rounds: int = 6
     narrow: float = NARROW
     """Half-width at which enough is known."""
+    rounds_of_a_build: int = 3
+    """After so many rounds, and after each doubling, it is built anew."""
 
     @property
     def sides(self) -> tuple[Round, ...]:
@@ -233,7 +235,7 @@ class Noise(Value, frozen=True, kw_only=True):
     def wants_a_new_build(self) -> bool:
         """Whether to build anew before the next round: levels differ between builds, so several must be seen."""
         number = len(self.sides)
-        return number in (self.min_rounds // 2 * 2**k for k in range(8))
+        return number in (self.rounds_of_a_build * 2**k for k in range(8))
 
     def next(self, now: float) -> Visit | Stop:
         """What to do at time `now`; the verdict is `undetermined`: nothing is compared."""

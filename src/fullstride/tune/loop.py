@@ -3,7 +3,8 @@
     baseline (made smaller until it fits) -> A/A noise -> rungs -> undecided rungs again -> last measurement -> ladder
 
 Time that is left after the rungs goes to trials that looked like a gain: more rounds of their own, or more A/A rounds
-where only the noise bars them.
+where only the noise bars them. Where the last measurement took less than was kept for it, further rungs follow, and their
+own last measurement.
 
 The ladder is written after every trial, so an interrupted run is resumed from it. A rung is kept only if the lower end of
 the 99 % interval of the time ratio is above 1 + max(0.5 %, the A/A half-width) over three alternations or more, no health
@@ -12,21 +13,17 @@ figure got worse, and the numbers stayed those of the baseline.
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from fullstride.cluster.cluster import Cluster
-from fullstride.files import write_json
-from fullstride.measure.compare import THRESHOLD, compare_rounds, noise_of
+from fullstride.measure.compare import THRESHOLD
 from fullstride.measure.health import worsened
 from fullstride.measure.measurement import Comparison, Round
-from fullstride.measure.protocol import NARROW, Noise, Stop, Visit
+from fullstride.measure.protocol import NARROW
 from fullstride.measure.stats import Clock
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
@@ -35,20 +32,18 @@ from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.again import barred_by_noise, on_top_of, record_of, rounds_of, unfinished
 from fullstride.tune.choose import WORTH, Choice, Passed, Situation, memory_use, weigh
-from fullstride.tune.driver import Driver, NoTime, Record, Session, compare
-from fullstride.tune.learned import Pricer, learn, predict
+from fullstride.tune.driver import NoTime, Record, Session, compare
+from fullstride.tune.ground import BASELINE, Ground, name_of
+from fullstride.tune.learned import Pricer, learn
 from fullstride.tune.levers import LEVERS, Lever, Move
-from fullstride.tune.pace import ALTERNATIONS, MOST_EVER, Pace
-from fullstride.tune.progress import OnProgress, TunePhase, TuneProgress
-from fullstride.tune.smaller import smaller
+from fullstride.tune.pace import ALTERNATIONS, MOST_EVER
+from fullstride.tune.progress import OnProgress
 from fullstride.tune.trial import Ladder, Outcome, Trial
 
 MAX_RUNGS = 8
 """Trials that are run, at most."""
 MAX_TRIES = 2
 """Of one lever, where a try failed or was undone."""
-_BASELINE: Final = "baseline"
-_FIRST = Visit(index=0, label=_BASELINE, warmup_steps=2, max_warmup_steps=8, round_steps=2)
 
 
 def tune(
@@ -96,198 +91,17 @@ def tune(
     if loop.measure_baseline():
         loop.climb()
         loop.prove()
+        while loop.goes_on():
+            loop.climb()
+            loop.prove()
     return loop.end()
 
 
-class _Loop:
-    """The run in progress; everything that must survive an interruption is in `ladder`."""
+class _Loop(Ground):
+    """The rungs."""
 
     levers: tuple[Lever, ...]
     max_rungs: int
-    ladder: Ladder
-    base: Record
-    best: Record
-    pace: Pace
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        cluster: Cluster,
-        session: Session,
-        run_dir: RunDir,
-        directory: Path,
-        on_progress: OnProgress | None,
-        pricer: Pricer,
-        clock: Clock,
-    ) -> None:
-        self.spec, self.cluster, self.directory = spec, cluster, directory
-        self.pricer, self.clock, self.on_progress = pricer, clock, on_progress
-        self.driver = Driver(session, run_dir, cluster, spec=spec, clock=clock, watch=self._watch)
-        self._now: tuple[TunePhase, Choice | None] = (_BASELINE, None)
-        self._again: Trial | None = None
-        """The trial that is taken up again, while it is."""
-
-    # -- time -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def spent(self) -> float:
-        return self.clock() - self.start
-
-    @property
-    def left(self) -> float:
-        return self.ladder.budget_seconds - self.spent
-
-    @property
-    def end_of_trials(self) -> float:
-        """The last measurement must find what the trials found: it needs about as many alternations as the clearest did.
-
-        Twice as many on a restless machine: there a trial that was kept early was lucky in part.
-        """
-        needed = min((t.comparison.alternations for t in self._kept() if t.comparison), default=0)
-        needed *= 2 if self.ladder.noise > NARROW else 1
-        return self.start + self.ladder.budget_seconds - self.pace.seconds_of(needed)
-
-    # -- the ladder -----------------------------------------------------------------------------------------------------
-
-    def begin(self, baseline: Plan, budget_seconds: float, resume: Ladder | None) -> None:
-        self.start = self.clock() - (resume.spent_seconds if resume else 0.0)
-        if resume is None:
-            started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S%z")
-            self.ladder = Ladder(started=started, budget_seconds=budget_seconds, baseline_plan=baseline, best_plan=baseline)
-        else:
-            run = tuple(trial for trial in resume.trials if trial.outcome != "not tried")
-            self.ladder = msgspec.structs.replace(resume, budget_seconds=budget_seconds, trials=run, final=None, stopped="")
-        plan, measured = self.ladder.baseline_plan, self.ladder.baseline
-        self.base = self.best = record_of(_BASELINE, plan, measured) if measured else Record(name=_BASELINE, plan=plan)
-        for trial in self.ladder.trials:
-            if trial.outcome == "kept":
-                self.best = Record(name=_name(trial.index), plan=trial.plan)
-
-    def write(self, **changes: object) -> None:
-        self.ladder = msgspec.structs.replace(self.ladder, spent_seconds=self.spent, **changes)
-        write_json(self.directory / "ladder.json", self.ladder)
-
-    def record(self, choice: Choice, outcome: Outcome, reason: str, began: float, result: Comparison | Failure | None) -> None:
-        trial = Trial(
-            index=len(self.ladder.trials),
-            lever=choice.lever,
-            change=choice.move.words,
-            plan=choice.move.plan,
-            predicted_ratio=choice.ratio,
-            estimate=choice.estimate,
-            outcome=outcome,
-            reason=reason,
-            comparison=result if isinstance(result, Comparison) else None,
-            failure=result if isinstance(result, Failure) and outcome == "failed" else None,
-            seconds=self.clock() - began,
-        )
-        self.write(trials=(*self.ladder.trials, trial), best_plan=self.best.plan)
-        self._tell(ended=trial)
-
-    def _kept(self) -> list[Trial]:
-        return [trial for trial in self.ladder.trials if trial.outcome == "kept"]
-
-    # -- baseline -------------------------------------------------------------------------------------------------------
-
-    def measure_baseline(self) -> bool:
-        """The baseline's measurement and the machine's noise; False if there is nothing to tune from."""
-        if self.ladder.baseline is not None:
-            self._set_pace(self.ladder.baseline.step_seconds.value, self.ladder.baseline.build_seconds)
-            return True
-        self._now = (_BASELINE, None)
-        first = self._first_visits()
-        while isinstance(first, Failure):
-            if not self._step_down(first):
-                return False
-            first = self._first_visits()
-        if first.void:
-            self.write(stopped=f"the baseline cannot be measured: {first.void}")
-            return False
-        self._set_pace(self.base.known_seconds, self.base.rebuild_seconds)
-        self.base.rounds = []
-        return self._measure_noise()
-
-    def _first_visits(self) -> Round | Failure:
-        """Two short visits: the first warms the machine up, the second tells what a visit takes from now on."""
-        self._tell()
-        first = self.driver.visit(self.base, _FIRST)
-        if isinstance(first, Failure) or first.void:
-            return first
-        self.driver.release()
-        return self.driver.visit(self.base, _FIRST)
-
-    def _set_pace(self, step_seconds: float, build_seconds: float) -> None:
-        self.pace = Pace(
-            budget_seconds=self.ladder.budget_seconds,
-            step_seconds=step_seconds,
-            build_seconds=build_seconds,
-            side_by_side=self.driver.holds_two(self.base),
-        )
-        self.driver.limit_seconds = self.pace.limit_seconds
-
-    def _step_down(self, failure: Failure) -> bool:
-        """Replace a baseline that ran out of memory by a smaller one, and write that down."""
-        began, plan = self.clock(), self.base.plan
-        move = smaller(plan, self.spec, self.cluster) if failure.failure == "out_of_memory" else None
-        estimate = predict(plan, self.spec, self.cluster, learn(self.ladder), self.pricer)
-        if move is None or estimate is None or self.left <= 0:
-            self.write(stopped=f"the baseline failed ({failure.failure}): {failure.message}")
-            return False
-        tried = Choice(lever=_BASELINE, move=msgspec.structs.replace(move, plan=plan), ratio=1.0, estimate=estimate.estimate)
-        self.ladder = msgspec.structs.replace(self.ladder, baseline_plan=move.plan)
-        self.base = self.best = Record(name=f"{_BASELINE}-{len(self.ladder.trials) + 1}", plan=move.plan)
-        self.record(tried, "failed", f"out of memory, so the baseline becomes: {move.words}", began, failure)
-        return True
-
-    def _measure_noise(self) -> bool:
-        """A/A: the baseline against itself, over two builds or more."""
-        self._now = ("noise", None)
-        why = self._play_noise((), self.clock() + self.pace.noise_seconds)
-        if why:
-            self.write(stopped=f"the baseline cannot be measured: {why}")
-        return not why
-
-    def _play_noise(self, earlier: tuple[Round, ...], deadline: float) -> str:
-        """A/A rounds that go on from `earlier` ones, and the baseline's measurement by all of them; says what went wrong."""
-        state, why = Noise(settings=self.pace.noise_settings(), label=self.base.name, deadline=deadline, rounds=earlier), ""
-        self.base.rounds = list(earlier)
-        twin = self._twin()
-        while not why and isinstance(action := state.next(self.clock()), Visit):
-            began = self.clock()
-            if state.wants_a_new_build:
-                self.driver.release()
-            done = self.driver.visit(twin if action.index % 2 else self.base, action)
-            if isinstance(done, Failure):
-                why = done.message
-            else:
-                if action.index % 2 and twin is not self.base:
-                    self.base.rounds.append(done)
-                state = state.after(done, self.clock() - began)
-        if not why and isinstance(action, Stop) and action.verdict == "void":
-            why = action.reason
-        if not why:
-            self._write_baseline(state)
-        return why
-
-    def _twin(self) -> Record:
-        """What takes turns with the baseline in the A/A run: a second build of it where two plans do so side by side."""
-        if not self.pace.side_by_side:
-            return self.base
-        return dataclasses.replace(self.base, name=f"{self.base.name}-again", rounds=[], losses=[], grad_norms=[], reserved={})
-
-    def _write_baseline(self, state: Noise) -> None:
-        failure = None if self.base.profiled else self.driver.profile(self.base)
-        measured = self.driver.measurement(self.base)
-        pair = [
-            msgspec.structs.replace(measured, rounds=tuple(r for r in state.sides if r.label == side)) for side in ("a", "b")
-        ]
-        estimate = predict(self.base.plan, self.spec, self.cluster, learn(self.ladder), self.pricer)
-        self.write(
-            baseline=measured,
-            baseline_estimate=estimate.estimate if estimate else None,
-            noise=noise_of(compare_rounds(pair[0], pair[1])),
-            stopped=f"profiling the baseline failed: {failure.message}" if failure else self.ladder.stopped,
-        )
 
     # -- rungs ----------------------------------------------------------------------------------------------------------
 
@@ -297,6 +111,8 @@ class _Loop:
 
     def climb(self) -> None:
         """Trials until nothing is worth one, the time is up, or there are enough."""
+        run = tuple(trial for trial in self.ladder.trials if trial.outcome != "not tried")
+        self.ladder = msgspec.structs.replace(self.ladder, trials=run)
         while True:
             choices, passed = self._weigh()
             stop = self._stop_reason(choices)
@@ -339,7 +155,7 @@ class _Loop:
         return ""
 
     def _rungs(self) -> int:
-        return sum(t.lever != _BASELINE for t in self.ladder.trials)
+        return sum(t.lever != BASELINE and t.outcome != "not tried" for t in self.ladder.trials)
 
     def _affords(self, choice: Choice) -> bool:
         compiled = choice.move.plan.compile.mode != "off"
@@ -349,7 +165,7 @@ class _Loop:
         began, index = self.clock(), len(self.ladder.trials)
         self._now = ("trial", choice)
         self._tell()
-        candidate = Record(name=_name(index), plan=choice.move.plan)
+        candidate = Record(name=name_of(index), plan=choice.move.plan)
         most = self._most_alternations(0, self.pace.promising_alternations)
         result = self._compare(self.best, candidate, self.end_of_trials, screen=True, most=most)
         if candidate.plan.compile.mode != "off" and candidate.first_seconds:
@@ -414,7 +230,7 @@ class _Loop:
             self._now = ("trial", choice)
         self._again = trial
         self._tell()
-        candidate = record_of(_name(trial.index), trial.plan, before.other)
+        candidate = record_of(name_of(trial.index), trial.plan, before.other)
         earlier = rounds_of((self.best.name, before.base), (candidate.name, before.other))
         result = self._compare(self.best, candidate, self.end_of_trials, screen=False, most=most, earlier=earlier)
         outcome, reason = self._verdict(result)
@@ -461,7 +277,8 @@ class _Loop:
         for name, (choice, reason) in notes.items():
             if name not in tried:
                 trials.append(self._not_tried(len(trials), name, choice, reason))
-        self.write(trials=tuple(trials), stopped="; ".join(part for part in (self.ladder.stopped, stop) if part))
+        said = () if self._proven else (self.ladder.stopped,)
+        self.write(trials=tuple(trials), stopped="; ".join(part for part in (*said, stop) if part))
 
     def _not_tried(self, index: int, lever: str, choice: Choice | None, reason: str) -> Trial:
         return Trial(
@@ -480,19 +297,31 @@ class _Loop:
     def prove(self) -> None:
         """Measure the best plan against the baseline once more; what does not hold falls back down the ladder."""
         while self.best.plan.plan_hash != self.base.plan.plan_hash:
+            if self._proven is not None and self._proven.other.plan_hash == self.best.plan.plan_hash:
+                self.write(final=self._proven)
+                return
             self._now = ("final", None)
             self._tell()
             end = self.start + self.ladder.budget_seconds
             if self.clock() + 2 * ALTERNATIONS * self.pace.visit_seconds > end:
-                self._fall_back("no time was left to measure it against the baseline again", to_baseline=True)
-                return
+                why = "no time was left to measure it against the baseline again"
+                self._fall_back(why, to_baseline=self._proven is None)
+                continue
             result = self._compare(self.base, self.best, end, screen=False, most=MOST_EVER)
             if isinstance(result, Comparison):
                 self.write(final=result)
                 if result.verdict == "better":
+                    self._proven = result
                     return
             reason = result.message if isinstance(result, Failure) else "; ".join(result.reasons)
             self._fall_back(f"did not hold against the baseline at the end: {reason}", to_baseline=False)
+
+    def goes_on(self) -> bool:
+        """Whether the best plan is proven and there is time for another trial with its proof."""
+        if self._proven is None:
+            return False
+        choices, _ = self._weigh()
+        return not self._stop_reason(choices) and any(self._affords(choice) for choice in choices)
 
     def _fall_back(self, reason: str, *, to_baseline: bool) -> None:
         """Undo the topmost rung that is kept, or all of them."""
@@ -501,7 +330,7 @@ class _Loop:
             place = next(i for i, t in enumerate(trials) if t.index == trial.index)
             trials[place] = msgspec.structs.replace(trial, outcome="undone", reason=f"{trial.reason}; {reason}")
         below = [] if to_baseline else kept[:-1]
-        self.best = Record(name=_name(below[-1].index), plan=below[-1].plan) if below else self.base
+        self.best = Record(name=name_of(below[-1].index), plan=below[-1].plan) if below else self.base
         self.write(trials=tuple(trials), best_plan=self.best.plan)
 
     def end(self) -> Ladder:
@@ -513,32 +342,3 @@ class _Loop:
             write_plan(self.best.plan, self.directory / "best.toml", overwrite=True)
         self._tell()
         return self.ladder
-
-    # -- progress -------------------------------------------------------------------------------------------------------
-
-    def _watch(self, name: str, step_seconds: float) -> None:
-        self._tell(name=name, step_seconds=step_seconds)
-
-    def _tell(self, *, name: str = "", step_seconds: float | None = None, ended: Trial | None = None) -> None:
-        if self.on_progress is None:
-            return
-        phase, choice = self._now
-        running = ended or self._again
-        self.on_progress(
-            TuneProgress(
-                phase=phase,
-                index=running.index if running else len(self.ladder.trials),
-                lever=choice.lever if choice else "",
-                change=choice.move.words if choice else "",
-                predicted_ratio=choice.ratio if choice else None,
-                plan_name=name,
-                step_seconds=step_seconds,
-                spent_seconds=self.spent,
-                left_seconds=max(0.0, self.left),
-                ended=ended,
-            )
-        )
-
-
-def _name(index: int) -> str:
-    return f"trial-{index:02d}"
