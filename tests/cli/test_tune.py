@@ -59,7 +59,7 @@ def test_with_no_arguments_a_small_model_is_tuned_on_two_ranks(loop, capfd, clus
     workload = task["baseline"].workload
     assert (workload.sequence_length, workload.samples_per_step, workload.data) == (256, 8, "stdlib")
     assert task["baseline"].layout.world_size == 2 and task["baseline"].model.source == "tiny"
-    assert 0 < task["budget_seconds"] <= 240
+    assert 0 < task["budget_seconds"] <= 270
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("tune-") and folder.name.endswith("-tiny")
     assert {"best.toml", "ladder.json", "report.html", "cluster.json", "model.json"} <= {p.name for p in folder.iterdir()}

@@ -268,3 +268,13 @@ def test_a_screen_asks_for_no_more_than_a_tenth_on_a_restless_machine():
         settings = Settings(threshold=0.5, max_alternations=5)
         _, _, labels = play(Protocol(settings=settings, deadline=1e9), steps(ratio, 0.0001))
         assert len(labels) == min(number, 6), "what is narrow and short of the threshold is decided"
+
+
+def test_a_gain_is_measured_on_for_its_interval_as_far_as_the_time_goes():
+    settings = Settings(screen=False, better_alternations=6)
+    protocol, stop, _ = play(Protocol(settings=settings, deadline=1e9), steps(1.1, 0.001))
+    assert (stop.verdict, protocol.alternations) == ("better", 6)
+    protocol, stop, _ = play(Protocol(settings=settings, deadline=8.5), steps(1.1, 0.001))
+    assert (stop.verdict, protocol.alternations) == ("better", 4)
+    protocol, stop, _ = play(Protocol(settings=settings, deadline=1e9), steps(0.9, 0.001))
+    assert (stop.verdict, protocol.alternations) == ("worse", 3)

@@ -188,7 +188,7 @@ def test_memory_is_not_saved_for_its_own_sake(bench):
     assert "under the target of 65%" in by_lever(ladder)["recompute"].reason
 
 
-def unlucky(bench, **more):
+def unlucky(bench, minutes=20, **more):
     """The last rung kept before the first proof was luck: against the baseline at the end, its plan is slow."""
     kept, heard = [], []
 
@@ -203,7 +203,7 @@ def unlucky(bench, **more):
         if said.ended and said.ended.outcome == "kept":
             kept.append(said.ended)
 
-    return bench.tune(seconds=seconds, minutes=20, hear=hear, **more), kept, heard
+    return bench.tune(seconds=seconds, minutes=minutes, hear=hear, **more), kept, heard
 
 
 def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
@@ -217,7 +217,7 @@ def test_a_rung_that_does_not_hold_at_the_end_falls_back(bench):
 
 
 def test_after_a_fall_there_is_another_climb_and_another_proof(bench):
-    ladder, kept, heard = unlucky(bench)
+    ladder, kept, heard = unlucky(bench, minutes=40)
     phases = [said.phase for i, said in enumerate(heard) if i == 0 or heard[i - 1].phase != said.phase]
     assert phases.count("final") >= 2 and len(kept) > 3
     assert ladder.final.verdict == "better"

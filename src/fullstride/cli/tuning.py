@@ -200,7 +200,7 @@ def autotune(
         data: A file or folder of text, JSONL or Parquet.
         sequence_length: Tokens of a sample.
         samples_per_step: Samples of one optimizer step over all ranks.
-        minutes: Time allowed, the machine's measurement included; 4 on CPUs and 10 on GPUs when None.
+        minutes: Time allowed, the machine's measurement included; 4.5 on CPUs and 10 on GPUs when None.
         baseline: What everything is compared with; what a user would write by hand when None.
         directory: Gets the ladder, the best plan and the page; must be new unless `resume`.
         resume: Go on with the interrupted run in `directory`.

@@ -44,6 +44,8 @@ class Settings(Value, frozen=True, kw_only=True):
     max_alternations: int = 8
     promising_alternations: int = 0
     """At most, where the ratio so far is above 1 + threshold; fewer than `max_alternations` say the same as that."""
+    better_alternations: int = 0
+    """A gain that can be called already is measured on until there are so many, as far as the time goes: for its interval."""
     confidence: float = 0.99
     threshold: float = 0.005
     """What the lower end of the ratio's interval must exceed, above 1, for a gain to be called."""
@@ -148,6 +150,8 @@ class Protocol(Value, frozen=True, kw_only=True):
         most = max(settings.max_alternations, settings.promising_alternations if promising else 0)
         if verdict == "undetermined" and self.alternations < most:
             return None
+        if verdict == "better" and self.alternations < settings.better_alternations:
+            return None
         return Stop(verdict=verdict, reason=reason)
 
     def _out_of_time(self, now: float) -> Stop | None:
@@ -157,6 +161,9 @@ class Protocol(Value, frozen=True, kw_only=True):
         wanted = 3 - len(self.counted) if screened else max(1, 2 * self.settings.min_alternations - len(self.counted))
         if now + wanted * self.visit_seconds <= self.deadline:
             return None
+        verdict, reason = judge(self.ratio, self.alternations, self.settings.threshold, self.settings.min_alternations)
+        if verdict == "better":
+            return Stop(verdict=verdict, reason=reason)
         return Stop(verdict="undetermined", reason=f"the time ended after {self.alternations} alternations")
 
 

@@ -42,6 +42,8 @@ from fullstride.tune.trial import Ladder, Outcome, Trial
 
 MAX_RUNGS = 8
 """Trials that are run, at most."""
+_LAST = 6
+"""Alternations of the last measurement where there is time: its interval is what the page says first."""
 MAX_TRIES = 2
 """Of one lever, where a try failed or was undone."""
 
@@ -249,9 +251,18 @@ class _Loop(Ground):
         self._tell(ended=changed)
 
     def _compare(
-        self, base: Record, other: Record, deadline: float, *, screen: bool, most: int, earlier: Sequence[Round] = ()
+        self,
+        base: Record,
+        other: Record,
+        deadline: float,
+        *,
+        screen: bool,
+        most: int,
+        better: int = 0,
+        earlier: Sequence[Round] = (),
     ) -> Comparison | Failure:
         settings = self.pace.settings(self.threshold, screen=screen, promising_alternations=most)
+        settings = msgspec.structs.replace(settings, better_alternations=better)
         reference = self.ladder.baseline
         return compare(
             self.driver, base, other, settings, deadline, reference=reference, profile_after=("better",), earlier=earlier
@@ -307,7 +318,8 @@ class _Loop(Ground):
                 why = "no time was left to measure it against the baseline again"
                 self._fall_back(why, to_baseline=self._proven is None)
                 continue
-            result = self._compare(self.base, self.best, end, screen=False, most=MOST_EVER)
+            better = min(_LAST, self.pace.alternations_in(self.left) // 2)
+            result = self._compare(self.base, self.best, end, screen=False, most=MOST_EVER, better=better)
             if isinstance(result, Comparison):
                 self.write(final=result)
                 if result.verdict == "better":
