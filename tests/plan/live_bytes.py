@@ -59,12 +59,15 @@ class LiveBytes(TorchDispatchMode):
         self.storages.pop(key, None)
 
     def settle(self):
-        if sum(self.sizes.values()) <= self.peak:
+        if sum(list(self.sizes.values())) <= self.peak:
             return
-        for key, reference in self.storages.items():  # FSDP2 empties storages without an operator
+        for key, reference in list(
+            self.storages.items()
+        ):  # FSDP2 empties storages without an operator; others may end meanwhile
             storage = reference()
-            self.sizes[key] = storage.nbytes() if storage is not None else 0
-        self.peak = max(self.peak, sum(self.sizes.values()))
+            if storage is not None and key in self.sizes:
+                self.sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, sum(list(self.sizes.values())))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
