@@ -138,7 +138,7 @@ def test_workspaces_follow_the_device_and_the_environment():
     assert rows_of(small, spec, "workspace") == 2 * 128 * 1024 + 32 * MIB
     overlapped = plan_for(overlap=Overlap(tensor=True))
     assert rows_of(overlapped, spec, "workspace") == (2 * 32 + 3 * 32) * MIB
-    local = megatron_spec(replace_shape(library="local"), "gpt")
+    local = megatron_spec(replace_shape(implementation="local"), "gpt")
     plan = plan_for(kernels=Kernels(attention="fused_softmax"))
     assert rows_of(plan, local, "workspace") == 2 * 32 * MIB
     assert rows_of(plan, local, "temporary", name="score buffer") == 2 * 4 * 128 * 128 * 2

@@ -67,7 +67,7 @@ class MegatronShape:
     qk_norm: bool = False
     untied: bool = False
     dropout: float = 0.1
-    library: str = "te"
+    implementation: str = "te"
     """`te` (Transformer Engine) or `local` (Megatron's own layers)."""
     experts: ExpertSizes | None = None
     expert_layers: tuple[bool, ...] = ()
@@ -88,7 +88,7 @@ def megatron_spec(shape: MegatronShape, name: str) -> ModelSpec:
         first += count
     return ModelSpec(
         name=name,
-        family=f"megatron-{shape.library}",
+        family=f"megatron-{shape.implementation}",
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
         max_sequence=shape.positions,

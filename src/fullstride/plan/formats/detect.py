@@ -14,7 +14,7 @@ from fullstride.errors import BadInput
 from fullstride.files import read_bytes
 from fullstride.model.source import is_module_source, load_spec
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.formats import accelerate, deepspeed, megatron, torchtitan
+from fullstride.plan.formats import accelerate, deepspeed, deepspeed_write, megatron, torchtitan
 from fullstride.plan.formats.complete import Given
 from fullstride.plan.formats.imported import NAMES, Imported, Kind, NotCarried, Written
 from fullstride.plan.formats.megatron_options import OPTIONS
@@ -40,7 +40,7 @@ READERS: dict[str, Reader] = {
     "accelerate": accelerate.read,
 }
 WRITERS: dict[str, tuple[Writer, dict[str, str]]] = {
-    "deepspeed": (deepspeed.write, deepspeed.WHY_LEFT),
+    "deepspeed": (deepspeed_write.write, deepspeed.WHY_LEFT),
     "megatron": (megatron.write, megatron.WHY_LEFT),
     "torchtitan": (torchtitan.write, torchtitan.WHY_LEFT),
     "accelerate": (accelerate.write, accelerate.WHY_LEFT),

@@ -90,7 +90,7 @@ def _shape(row: Mapping[str, str], given: Mapping[str, str], framework: str, net
         qk_norm="qk_layernorm" in row.get("model", ""),
         untied=not network.tied,
         dropout=0.0 if simumax else _dropout(row, given, network),
-        library="local" if given.get("transformer-impl") == "local" else "te",
+        implementation="local" if given.get("transformer-impl") == "local" else "te",
         experts=sizes,
         expert_layers=kinds,
         latent=_latent(given, network, simumax) if network.latent else None,
