@@ -84,7 +84,7 @@ def _shape(draft: Draft, vocab: int) -> dict[str, Any]:
         "untied": facts.get("untied", False),
         "dropout": facts.get("hidden_dropout", 0.1),
         "predictions": facts.get("predictions", 0),
-        "library": "local" if draft.get("implementation", "transformer_engine") == "local" else "te",
+        "implementation": "local" if draft.get("implementation", "transformer_engine") == "local" else "te",
     }
     if facts.get("experts"):
         ffn = facts.get("moe_ffn") or facts.get("ffn") or _default_ffn(facts["hidden"], gated=gated)
