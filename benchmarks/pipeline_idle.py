@@ -10,14 +10,12 @@ each rank, losses. On a CPU figures say nothing of speed. Writes a dated record 
 """
 
 import argparse
-import datetime
-import json
 import statistics
 import tempfile
-from pathlib import Path
 
 from msgspec.structs import replace
 
+import records
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import FullstrideError
 from fullstride.events import Memory, read_events
@@ -158,11 +156,7 @@ def main():
                 sizes = sized(session, run_dir, [plan_of(asked, spec, priced, "1f1b", s) for s in (uniform, smaller)], asked)
     show(rows, sizes)
     if asked.record:
-        record = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": cluster.device.name}
-        record |= {"asked": vars(asked), "schedules": rows, "sizes": sizes}
-        target = Path(__file__).parent / "results" / f"{record['date']}-pipeline-idle.json"
-        target.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {target.name}")
+        records.write("pipeline-idle", cluster.device.name, vars(asked), schedules=rows, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ one's is named, and its figures are void. On a CPU figures say nothing of speed.
 """
 
 import argparse
-import datetime
-import json
 import math
 import statistics
 import tempfile
-from pathlib import Path
 
 from msgspec.structs import replace
 
+import records
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import FullstrideError
 from fullstride.launch.session import WorkerSession
@@ -185,11 +183,7 @@ def main():
                 results[name]["void"] = strays(results[name], next(iter(results.values())))
     show(results, asked)
     if asked.record:
-        record = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": cluster.device.name}
-        record |= {"asked": vars(asked), "plans": results}
-        target = Path(__file__).parent / "results" / f"{record['date']}-zero-carriers.json"
-        target.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {target.name}")
+        records.write("zero-carriers", cluster.device.name, vars(asked), plans=results)
 
 
 if __name__ == "__main__":

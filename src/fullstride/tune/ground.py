@@ -54,6 +54,8 @@ class Ground:
         self.pricer, self.clock, self.on_progress = pricer, clock, on_progress
         self.driver = Driver(session, run_dir, cluster, spec=spec, clock=clock, watch=self._watch)
         self._now: tuple[TunePhase, Choice | None] = (BASELINE, None)
+        self.troubles: list[str] = []
+        """What went wrong without ending the run; said with the reason of its end."""
         self._proven: Comparison | None = None
         """The newest last measurement that was better."""
         self._again: Trial | None = None
@@ -189,16 +191,14 @@ class Ground:
 
     def _play_noise(self, earlier: tuple[Round, ...], deadline: float) -> str:
         """A/A rounds that go on from `earlier` ones, and the baseline's measurement by all of them; says what went wrong."""
-        state, why = (
-            Noise(
-                settings=self.pace.noise_settings(),
-                label=self.base.name,
-                deadline=deadline,
-                rounds=earlier,
-                rounds_of_a_build=8 if self.pace.side_by_side else 3,  # side by side two builds are compared from the start
-            ),
-            "",
+        state = Noise(
+            settings=self.pace.noise_settings(),
+            label=self.base.name,
+            deadline=deadline,
+            rounds=earlier,
+            rounds_of_a_build=8 if self.pace.side_by_side else 3,  # side by side two builds are compared from the start
         )
+        why = ""
         self.base.rounds = list(earlier)
         twin = self._twin()
         while not why and isinstance(action := state.next(self.clock()), Visit):
@@ -226,6 +226,8 @@ class Ground:
 
     def _write_baseline(self, state: Noise) -> None:
         failure = None if self.base.profiled else self.driver.profile(self.base)
+        if failure:
+            self.troubles.append(f"profiling the baseline failed: {failure.message}")
         measured = self.driver.measurement(self.base)
         pair = [
             msgspec.structs.replace(measured, rounds=tuple(r for r in state.sides if r.label == side)) for side in ("a", "b")
@@ -235,7 +237,6 @@ class Ground:
             baseline=measured,
             baseline_estimate=estimate.estimate if estimate else None,
             noise=noise_of(compare_rounds(pair[0], pair[1])),
-            stopped=f"profiling the baseline failed: {failure.message}" if failure else self.ladder.stopped,
         )
 
     # -- progress -------------------------------------------------------------------------------------------------------

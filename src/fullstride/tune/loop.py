@@ -217,7 +217,7 @@ class _Loop(Ground):
         self._tell()
         why = self._play_noise(self.ladder.baseline.rounds, self.clock() + spare)
         if why:
-            self.write(stopped=f"the noise could not be measured on: {why}")
+            self.troubles.append(f"the noise could not be measured on: {why}")
         return not why
 
     def _go_on(self, trial: Trial, before: Comparison, most: int) -> None:
@@ -288,8 +288,7 @@ class _Loop(Ground):
         for name, (choice, reason) in notes.items():
             if name not in tried:
                 trials.append(self._not_tried(len(trials), name, choice, reason))
-        said = () if self._proven else (self.ladder.stopped,)
-        self.write(trials=tuple(trials), stopped="; ".join(part for part in (*said, stop) if part))
+        self.write(trials=tuple(trials), stopped="; ".join((*self.troubles, stop)))
 
     def _not_tried(self, index: int, lever: str, choice: Choice | None, reason: str) -> Trial:
         return Trial(

@@ -20,8 +20,8 @@ _NOISE_SHARE = 1 / 5
 _NOISE_ROUNDS = 16
 """The share of the A/A run holds about as many, where a trial's rounds are not shorter anyway."""
 _MANY = 8
-"""Alternations that a trial's share is cut into where plans take turns without being built: the noise of a restless machine
-comes and goes in seconds, and neighbours in time share it."""
+"""Alternations that a trial's share is cut into where plans take turns without being built: more rounds for the same time,
+and more nearly the same noise in two neighbours."""
 _WARM, _LEAD_IN = 2, 1
 """Steps of a visit that are not timed, for planning: one to warm up what was built, one at the head of the order."""
 _FEWEST, _MOST = 2, 200
