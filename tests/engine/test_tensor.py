@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from fullstride.engine.anatomy import find
@@ -9,7 +10,7 @@ from fullstride.engine.anatomy_block import regions
 from fullstride.engine.anatomy_region import Part, Slicing
 from fullstride.engine.mesh import Mesh
 from fullstride.engine.parallel.collectives import Ranks
-from fullstride.engine.parallel.tensor import refuse_uncut, tensor_parallel, try_on_meta
+from fullstride.engine.parallel.tensor import _require_named, refuse_uncut, tensor_parallel, try_on_meta
 from fullstride.engine.parity import run_cases
 from fullstride.engine.parity_cases import make_case, model_of
 from fullstride.engine.parity_models import FAMILIES, ONLY_FP32, PlainModel
@@ -251,3 +252,12 @@ def test_every_family_equals_a_plain_loop(tp):
     outcomes = run_cases(cases, tp, timeout_seconds=600)
     assert len(outcomes) == len(cases) >= 10
     assert not [(o.name, o.errors) for o in outcomes if o.errors]
+
+
+def test_a_named_part_that_no_block_has_is_refused():
+    built = model()
+    plan = make_case("llama", tp=2).plan
+    for parts in ({"mlp.up_proj": "column"}, {"model.layers.1.mlp.up_proj": "column"}, {"up_proj": "column"}):
+        _require_named(built, find(built), replace(plan, layout=replace(plan.layout, parts=parts)))
+    with pytest.raises(BadInput, match=r"names 'nothing', which no block has \(one has .*mlp\.up_proj"):
+        _require_named(built, find(built), replace(plan, layout=replace(plan.layout, parts={"nothing": "column"})))

@@ -111,6 +111,8 @@ def tensor_parallel(model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Pl
     ranks = ranks_of(group)
     refuse_uncut(model, anatomy, ranks.size, first=anatomy is whole)
     hidden, item_bytes = _width(model, anatomy), BYTES[plan.precision.block]
+    if anatomy is whole:  # a stage cannot tell: the name may be another stage's
+        _require_named(model, anatomy, plan)
     found = [regions(model, block, hidden, ranks.size, plan.layout.parts, item_bytes) for block in anatomy.blocks]
     slicings = _vocabulary_slicings(model, anatomy)
     for region in (region for block in found for region in block):
@@ -145,6 +147,15 @@ def _width(model: nn.Module, anatomy: Anatomy) -> int:
         if "norm" in type(module).__name__.lower():
             return int(next(module.parameters()).shape[0])
     raise BadInput(f"{anatomy.blocks[0]} has no norm, which would say how wide its input is", fix="use layout.tp = 1")
+
+
+def _require_named(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+    """What the user named is there: a name that nothing has would do nothing."""
+    paths = [f"{block}.{name}" for block in anatomy.blocks for name, _ in model.get_submodule(block).named_modules()]
+    for end in plan.layout.parts:
+        if not any(f".{path}".endswith(f".{end}") for path in paths):
+            seen = ", ".join(name for name, module in model.get_submodule(anatomy.blocks[0]).named_modules() if name)
+            raise BadInput(f"layout.parts names {end!r}, which no block has (one has {seen})", fix="correct the name")
 
 
 def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int, *, first: bool = True) -> None:
