@@ -1,11 +1,14 @@
 """Law 2: loss, gradients, norm and weights are those of a plain loop with the unmodified model, whatever the Plan."""
 
+import contextlib
 import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from fullstride.engine.parity import Record, differences, reference, run_cases
+from fullstride.engine import parity
+from fullstride.engine.parity import Outcome, Record, differences, reference, run_cases
 from fullstride.engine.parity_cases import make_case
 from fullstride.engine.parity_draws import SETTINGS, all_pairs, draw, draw_cases, listed, settings_of
 from fullstride.plan.plan import Loss, Recompute
@@ -69,6 +72,35 @@ def test_a_number_that_strays_is_named():
     noise = Record({**good, "weight/w": weight + torch.tensor([0.0, 0.0, 0.01])})
     assert differences(case, good, noise) == ()  # its gradient is below rounding
     assert "only on one side" in differences(case, good, Record({"loss/0": good["loss/0"]}))[0]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_case_that_cannot_run_takes_no_other_with_it():
+    good = make_case("plain", ranks=2, micro_batch=1)
+    cases = (good, replace(good, name="no such family", family="gone"), replace(good, name="after it", seed=1))
+    before, broken, after = run_cases(cases, 2)
+    assert (before.errors, after.errors) == ((), ())
+    assert [line.split(": ", 2)[:2] for line in broken.errors] == [["rank 0", "could not run"], ["rank 1", "could not run"]]
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        (["rank 1: lost: exit code -9: ", "rank 0: could not run: RuntimeError: Connection closed by peer"], 2),
+        (["rank 0: could not run: RuntimeError: Connection closed by peer"], 2),
+        (["rank 0: loss/0: off by 1, allowed 0.1"], 1),
+        (["rank 1: could not run: ValueError: no", "rank 0: could not run: RuntimeError: Connection closed by peer"], 1),
+    ],
+)
+def test_a_lost_rank_is_asked_once_more_and_nothing_else_is(said, asked, monkeypatch):
+    case, groups = make_case("plain", ranks=2, micro_batch=1), []
+    answers = [Outcome(name=case.name, errors=tuple(said)), Outcome(name=case.name, errors=())]
+    monkeypatch.setattr(parity, "_run_group", lambda *_: groups.append(1) or [answers[len(groups) - 1]])
+    with pytest.warns(UserWarning, match="a rank was lost") if asked == 2 else contextlib.nullcontext():
+        (outcome,) = run_cases((case,), 2)
+    assert len(groups) == asked
+    assert (outcome.errors, outcome.lost) == (((), tuple(said)) if asked == 2 else (tuple(said), ()))
 
 
 @pytest.mark.timeout(900)

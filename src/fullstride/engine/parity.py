@@ -20,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from fullstride.engine.anatomy import find, logits_of, units
@@ -38,11 +40,17 @@ from fullstride.engine.pieces import Piece, take
 from fullstride.engine.precision import TORCH_DTYPE, local
 from fullstride.engine.run import prepare
 from fullstride.engine.schedule import learning_rate
-from fullstride.files import Value
+from fullstride.files import Value, write_bytes
 
 STEPS = 3
 TOGETHER = 25
 """Drawn cases that share a group of processes: one that hangs takes no more of the others with it."""
+BROKEN = "could not run:"
+"""Begins the line of a case that raised."""
+LOST = "lost:"
+"""Begins the line of a rank that ended without a word of its own."""
+FOLLOWS = "Connection closed by peer"
+"""What ranks say of another rank's end; listed after the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,8 @@ class Outcome(Value, frozen=True, kw_only=True):
     name: str
     errors: tuple[str, ...]
     """Empty if it passed."""
+    lost: tuple[str, ...] = ()
+    """What a first group of processes said, of which a rank was lost, so that a second one was asked."""
 
 
 class Record(dict[str, torch.Tensor]):
@@ -259,28 +269,40 @@ def _from_there(case: Case, wanted: Record, found: Record) -> Record:
     return Record({**wanted, **{key: value for key, value in there.items() if not key.startswith("weight/")}})
 
 
-def check_case(case: Case) -> Outcome:
-    """Run a case on this rank and compare; any rank's error counts."""
-    try:
-        wanted, found = _told_reference(case), planned(copy.deepcopy(case))
-        errors = differences(case, wanted, found)
-        if errors and case.plan.precision.master == "fp32":
-            errors = differences(case, _from_there(case, wanted, found), found)
-    except Exception as error:  # a case that cannot run has failed; the others go on
-        line = f"{type(error).__name__}: {error}"
-        errors = (line[:500],)
-    if dist.is_initialized():
-        gathered: list[tuple[str, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(gathered, errors)
-        errors = tuple(f"rank {rank}: {line}" for rank, lines in enumerate(gathered) for line in lines)
-    return Outcome(name=case.name, errors=errors)
+def check_case(case: Case) -> tuple[str, ...]:
+    """Run a case on this rank and compare: one line for each number that strays here. Raises what the run raised."""
+    wanted, found = _told_reference(case), planned(copy.deepcopy(case))
+    errors = differences(case, wanted, found)
+    if errors and case.plan.precision.master == "fp32":
+        errors = differences(case, _from_there(case, wanted, found), found)
+    return errors
 
 
 def run_cases(cases: tuple[Case, ...], ranks: int, *, timeout_seconds: float = 240.0) -> tuple[Outcome, ...]:
     """Run cases made for `ranks` ranks in one group of fresh processes.
 
-    A process that dies or hangs fails the cases that it had not finished; it takes nothing else with it.
+    A case that a rank does not come back from ends its group; the cases after it get a new one. Where a rank was lost without
+    a word of its own (killed from outside, say), the case is asked once more, and its outcome and a warning say so.
     """
+    deadline, outcomes = time.monotonic() + timeout_seconds, list[Outcome]()
+    while len(outcomes) < len(cases) and time.monotonic() < deadline:
+        outcomes += _run_group(cases[len(outcomes) :], ranks, deadline)
+        last = outcomes[-1]
+        if _lost_a_rank(last) and time.monotonic() < deadline:
+            outcomes[-1] = replace(_run_group((cases[len(outcomes) - 1],), ranks, deadline)[0], lost=last.errors)
+            warnings.warn(f"{last.name}: a rank was lost; asked again. {last.errors}", stacklevel=2)
+    late = (f"not run: no time left of {timeout_seconds:.0f} s",)
+    return (*outcomes, *(Outcome(name=case.name, errors=late) for case in cases[len(outcomes) :]))
+
+
+def _lost_a_rank(outcome: Outcome) -> bool:
+    """Whether nothing is known but that a rank is gone."""
+    silent = any(LOST in line for line in outcome.errors)
+    return silent or (outcome.errors != () and all(FOLLOWS in line for line in outcome.errors))
+
+
+def _run_group(cases: tuple[Case, ...], ranks: int, deadline: float) -> list[Outcome]:
+    """The outcomes of the first cases, at least one: those that all ranks finished, and the one that broke the group."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "cases.json").write_bytes(msgspec.json.encode(cases))
         command = [sys.executable, "-m", "fullstride.engine.parity", "--ranks", str(ranks), "--folder", folder]
@@ -288,22 +310,35 @@ def run_cases(cases: tuple[Case, ...], ranks: int, *, timeout_seconds: float = 2
             subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for rank in range(ranks)
         ]
-        deadline, said = time.monotonic() + timeout_seconds, ""
-        for process in processes:
-            try:
-                _, text = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-                said = said or (text.strip()[-300:] if process.returncode else "")
-            except subprocess.TimeoutExpired:
-                said = said or f"no answer within {timeout_seconds:.0f} s"
-        for process in processes:
-            process.kill()
-            process.communicate()
-        done = {o.name: o for p in Path(folder).glob("outcome-*") for o in [msgspec.json.decode(p.read_bytes(), type=Outcome)]}
-    return tuple(done.get(c.name, Outcome(name=c.name, errors=(said or "no outcome",))) for c in cases)
+        ends = [_end(process, deadline) for process in processes]
+        outcomes: list[Outcome] = []
+        for index, case in enumerate(cases):
+            found = [_lines(Path(folder, f"errors-{index:04d}-{rank}")) for rank in range(ranks)]
+            lines = [(end,) if mine is None else mine for mine, end in zip(found, ends, strict=True)]
+            said = [f"rank {rank}: {line}" for rank, mine in enumerate(lines) for line in mine]
+            outcomes.append(Outcome(name=case.name, errors=tuple(sorted(said, key=lambda line: FOLLOWS in line))))
+            if None in found or any(BROKEN in line for line in said):
+                break
+    return outcomes
 
 
-def _work(folder: Path, rank: int, ranks: int) -> None:
-    """What one of the processes does."""
+def _end(process: subprocess.Popen[str], deadline: float) -> str:
+    """How a rank ended, waiting for it until the deadline."""
+    try:
+        _, text = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "no answer in time"
+    return f"{LOST} exit code {process.returncode}: {text.strip()[-300:]}"
+
+
+def _lines(path: Path) -> tuple[str, ...] | None:
+    return msgspec.json.decode(path.read_bytes(), type=tuple[str, ...]) if path.exists() else None
+
+
+def _work(folder: Path, rank: int, ranks: int) -> int:
+    """What one of the processes does: a file of errors for each case, up to one that cannot run."""
     torch.set_num_threads(1)
     cases = msgspec.json.decode((folder / "cases.json").read_bytes(), type=tuple[Case, ...])
     if ranks > 1:
@@ -312,14 +347,20 @@ def _work(folder: Path, rank: int, ranks: int) -> None:
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=ranks,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=180),
         )
     for index, case in enumerate(cases):
-        outcome = check_case(case)
-        if rank == 0:
-            (folder / f"outcome-{index:04d}").write_bytes(msgspec.json.encode(outcome))
+        ended = False
+        try:
+            errors = check_case(case)
+        except Exception as error:  # whatever it is, it is this case's; the ranks no longer stand at the same place
+            errors, ended = (f"{BROKEN} {type(error).__name__}: {error}"[:500],), True
+        write_bytes(folder / f"errors-{index:04d}-{rank}", msgspec.json.encode(errors))
+        if ended:
+            return 1
     if ranks > 1:
         dist.destroy_process_group()
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -332,8 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.folder:
-        _work(Path(asked.folder), asked.rank, asked.ranks)
-        return 0
+        return _work(Path(asked.folder), asked.rank, asked.ranks)
     drawn = draw(random.Random(asked.seed), asked.draws, asked.ranks)
     outcomes: list[Outcome] = []
     for begun in range(0, len(drawn.cases), TOGETHER):
