@@ -145,6 +145,9 @@ class Weights:
         found = [self.gradient(index) for index, piece in enumerate(self.pieces) if piece.counted]
         return [grad for grad in found if grad is not None]
 
+    def ready(self) -> None:
+        """Let the device wait until masters and moments can be read or written."""
+
     def settle(self) -> None:
         """After the last micro-batch: sum the gradients that are terms over tensor-parallel ranks. Once a step."""
         if self._tensor is not None:

@@ -267,6 +267,7 @@ class Run:
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names."""
         found: dict[str, torch.Tensor] = {}
+        self._weights.ready()
         for index, name in enumerate(self._weights.names):
             found[f"weights/{name}"] = self._weights.masters[index].detach()
             moments = self._applied.optimizer.moments(index)

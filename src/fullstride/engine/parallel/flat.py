@@ -3,11 +3,11 @@
 Each unit (embedding, block, head with the final norm, the rest) is one buffer of weights in the compute dtype, of which the
 parameters are views, and one shard of masters, moments and gradients on each rank (ZeRO: Rajbhandari et al., 2020).
 
-Forward waits, unit by unit, for the unit's weights: under stages 1 and 2 their gathering was queued behind the unit's own
-optimizer step, under stage 3 it begins `overlap.prefetch` units ahead and the memory is freed after use. In backward, as soon
-as a unit's gradients have all come they are copied once, reduced to shards on a side stream, two units on their way at most.
-Stage 1 adds micro-batches up before it reduces, stages 2 and 3 reduce each one. Hooks stand on modules and parameters, outside
-of what is compiled and of what recomputation runs again.
+Forward waits, unit by unit, for the unit's weights. The optimizer steps on a lane of its own, beside the next forward; under
+stages 1 and 2 each unit is gathered behind its own step, under stage 3 `overlap.prefetch` units ahead of use, and the memory is
+freed after it. In backward, as soon as a unit's gradients have all come they are copied once, reduced to shards on a side
+stream, two units on their way at most. Stage 1 adds micro-batches up before it reduces, stages 2 and 3 reduce each one. Hooks
+stand on modules and parameters, outside of what is compiled and of what recomputation runs again.
 
 Collectives come in one order on all ranks whatever each rank's gradients do: a unit is reduced only after every unit behind
 it, what is incomplete is reduced as it is (zeros where nothing came) when its turn has come, and the rest of the model is last.
@@ -61,6 +61,7 @@ class Flat(Holding):
         self._reduction = TORCH_DTYPE[plan.precision.reduction]
         self.gradient_dtype = TORCH_DTYPE[plan.precision.gradient]
         self._gathers, self._reduces = Lane(mesh.device), Lane(mesh.device)
+        self._steps = Lane(mesh.device, urgent=False)
         self._flying: collections.deque[tuple[torch.cuda.Event | None, torch.Tensor]] = collections.deque()
         self._held, self._last, self._agreed = False, True, False
         self._order: dict[str, list[FlatUnit]] = {"forward": [], "backward": []}
@@ -127,6 +128,18 @@ class Flat(Holding):
         regions = unit.regions if all_regions else unit.regions[:1] if unit.trained else ()
         unit.start_gather(self._gathers, self._shards, regions)
 
+    @contextlib.contextmanager
+    def stepping(self, unit: FlatUnit) -> Iterator[None]:
+        """Around a unit's optimizer step, which runs beside the forward of units before it."""
+        with self._steps.after_compute():
+            yield
+            unit.stepped(self._steps.mark())
+
+    def ready(self) -> None:
+        """Let the device wait until all units are stepped and gathered."""
+        for unit in self.units:
+            unit.wait()
+
     def forget(self) -> None:
         """Drop all gradients."""
         while self._flying:
@@ -140,6 +153,7 @@ class Flat(Holding):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.ready()
         self.forget()
 
     # Hooks.

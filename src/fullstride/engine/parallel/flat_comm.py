@@ -40,17 +40,20 @@ def mean(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 class Lane:
     """A stream beside the one that computes. On a CPU there is none: work is done at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Make it; collectives go before computation where both could run."""
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+        """Make it; what is urgent, as collectives are, goes before computation where both could run."""
+        priority = -1 if urgent else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """What is queued inside runs on this lane, after all that the computing stream has been given so far."""
+    def after_compute(self, event: torch.cuda.Event | None = None) -> Iterator[None]:
+        """What is queued inside runs on this lane, after all that the computing stream has been given so far, and `event`."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if event is not None:
+            self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             yield
 

@@ -137,6 +137,8 @@ class FlatUnit:
         self.gathered = True
         self._stored_slots: set[int] = set()
         self._ready: torch.cuda.Event | None = None
+        self._stepped: torch.cuda.Event | None = None
+        self._spent: torch.Tensor | None = None
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -162,16 +164,22 @@ class FlatUnit:
 
     def start_gather(self, lane: Lane, group: dist.ProcessGroup, regions: tuple[Region, ...]) -> None:
         """Queue the gathering of current weights."""
-        with lane.after_compute():
+        with lane.after_compute(self._stepped):
             for region in regions:
                 region.gather(group)
             self._ready = lane.mark()
         self.gathered = True
 
+    def stepped(self, event: torch.cuda.Event | None) -> None:
+        """The optimizer's step was queued, up to this point of its lane; the gradient's memory is its until then."""
+        self._stepped = event
+        self._spent = self.gradient if event is not None else None
+
     def wait(self) -> None:
-        """Let computation wait until the weights are there."""
+        """Let computation wait until the masters are stepped and the weights are there."""
+        join(self._stepped)
         join(self._ready)
-        self._ready = None
+        self._ready = self._stepped = self._spent = None
 
     def free(self) -> None:
         """Let the gathered weights go, after whatever was queued on them."""

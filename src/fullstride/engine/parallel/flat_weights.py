@@ -95,6 +95,10 @@ class FlatWeights(Weights):
         for unit in self.flat.units:
             self.flat.publish(unit, all_regions=True)
 
+    def ready(self) -> None:
+        """Let the device wait for what is still being stepped."""
+        self.flat.ready()
+
     def clear(self) -> None:
         """Forget the gradients."""
         super().clear()
@@ -111,6 +115,7 @@ class FlatAdamW(AdamW):
     def __init__(self, weights: FlatWeights, recipe: Recipe, implementation: Literal["fused", "foreach", "loop"]) -> None:
         """Make zero moments: one run a unit."""
         self._flat = weights
+        self._scalars: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._moments = {
             unit.position: (torch.zeros_like(unit.trained.master), torch.zeros_like(unit.trained.master))
             for unit in weights.flat.units
@@ -132,14 +137,17 @@ class FlatAdamW(AdamW):
         flat.finish()
         if self._cannot_skip(found_inf):
             return
+        flat.ready()  # the last step of a unit that no forward entered
+        flat.reshard()
+        self._scalars = divisor, found_inf  # read on another stream, after the caller has let go of them
         self._counts.fill_(self.num_steps)
         counts = iter(self._counts.unbind())  # the kernel counts up: each call has its own
         groups = {bool(self._weights.params[members[0]].ndim >= 2): number for number, members in enumerate(self._groups)}
         for unit in sorted(flat.units, key=lambda u: (u.name != "root", u.position)):
             if unit.trained is None or unit.gradient is None:
                 continue
-            unit.wait()  # the last step's cast of these masters
-            self._step_unit(unit, unit.gradient, groups, counts, divisor, found_inf)
+            with flat.stepping(unit):
+                self._step_unit(unit, unit.gradient, groups, counts, divisor, found_inf)
             flat.publish(unit)
         self.num_steps += 1
 
