@@ -19,6 +19,7 @@ from fullstride.plan.plan import MadeFor, ModelRef
 @pytest.fixture
 def cpu_host(monkeypatch, cluster):
     monkeypatch.setattr(machine, "probe_cluster", lambda num_ranks=None: cluster)
+    monkeypatch.setattr(machine, "probe_gpus", lambda: None)
     return cluster
 
 
@@ -26,6 +27,7 @@ def cpu_host(monkeypatch, cluster):
 def gpu_host(monkeypatch):
     here = assumed_cluster("h200-sxm", num_devices=4, per_node=4)
     monkeypatch.setattr(machine, "probe_cluster", lambda num_ranks=None: here)
+    monkeypatch.setattr(machine, "probe_gpus", lambda: here)
     return here
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullstride.cluster.catalogue import DEVICES, assumed_cluster
 from fullstride.cluster.cluster import Cluster
-from fullstride.cluster.probe import probe_cluster
+from fullstride.cluster.probe import probe_cluster, probe_gpus
 from fullstride.errors import BadInput, UsageError
 from fullstride.files import read_json
 from fullstride.plan.plan import Plan
@@ -35,8 +35,8 @@ def choose_cluster(
     if kind == "cpu":
         return probe_cluster(num_ranks=num_devices)
     if kind is None and per_node is None:
-        here = probe_cluster()
-        if here.device.kind != "cpu":
+        here = probe_gpus()
+        if here is not None:
             if num_devices is None or num_devices <= here.num_devices:
                 return here
             kind = here.device.kind if here.device.kind in DEVICES else None

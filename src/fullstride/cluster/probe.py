@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 
 from fullstride.cluster.catalogue import DEVICES, identify, nvlink_of, pcie_link
 from fullstride.cluster.cluster import Cluster, Device, Figure, Link, NodeGroup
@@ -27,8 +26,13 @@ def probe_cluster(*, num_ranks: int | None = None) -> Cluster:
     """
     if num_ranks is not None and num_ranks < 1:
         raise BadInput(f"{num_ranks} ranks: at least one is needed", fix="give a positive number")
+    return probe_gpus() or cpu_cluster(num_ranks or 2)
+
+
+def probe_gpus() -> Cluster | None:
+    """This machine's GPUs as a Cluster; None if it has none."""
     reading = read_gpus()
-    return gpu_cluster(reading) if reading.gpus else cpu_cluster(num_ranks or 2)
+    return gpu_cluster(reading) if reading.gpus else None
 
 
 def cpu_cluster(num_ranks: int) -> Cluster:
@@ -107,6 +111,8 @@ def _link(kind: str, gpus: list[Gpu], topology: tuple[tuple[str, ...], ...]) -> 
 
 def software_versions() -> dict[str, str]:
     """Versions of what is installed, read from package metadata: nothing is imported."""
+    from importlib import metadata  # costs more than the rest of a probe without a GPU
+
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
