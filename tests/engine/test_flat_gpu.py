@@ -12,6 +12,7 @@ from fullstride.engine.parity_models import FAMILIES
 from fullstride.engine.run import prepare
 from fullstride.plan.plan import (
     Batch,
+    Comm,
     Compile,
     Layout,
     Loss,
@@ -99,6 +100,8 @@ def check_settings(_):
         for stage in (2, 3):
             close(course("flat", stage, **parts), wanted)
     close(course("flat", 3, overlap=Overlap(prefetch=3)), wanted)
+    for carrier in ("flat", "fsdp2"):
+        close(course(carrier, 2, comm=Comm(ctas=4)), wanted)
     close(course("flat", 3, tied=True), course("fsdp2", 3, tied=True))
 
 

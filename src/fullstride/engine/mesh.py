@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullstride.errors import BadInput, EnvironmentFault
 from fullstride.plan.plan import Axis, Layout, Plan
 
-_made: dict[tuple[int, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
-"""Groups by the world they belong to and the ranks they are cut into: a worker that builds plan after plan makes each once."""
+_made: dict[tuple[int, tuple[tuple[int, ...], ...], int], dist.ProcessGroup] = {}
+"""Groups by the world they belong to, the ranks they are cut into and their limit of CTAs: a worker that builds plan after plan
+makes each once."""
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -48,15 +50,29 @@ def join(plan: Plan, device: torch.device) -> int:
     return ranks
 
 
+def _few_ctas(count: int) -> dict[str, Any]:
+    """Arguments for groups whose collectives leave multiprocessors to computation."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.min_ctas = options.config.max_ctas = count
+    return {"backend": "nccl", "pg_options": options}
+
+
 class Mesh:
     """This rank's place on the axes, and the groups it is in.
 
     All ranks must ask for the same groups in the same order: making one is collective.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Number the ranks: the last axis of the layout's order has neighbours."""
-        self.layout = layout
+    def __init__(self, layout: Layout, device: torch.device, ctas: int = 0) -> None:
+        """Number the ranks: the last axis of the layout's order has neighbours.
+
+        Args:
+            layout: the axes.
+            device: of this rank.
+            ctas: most blocks of threads that a collective between data-parallel ranks runs on, on a GPU; 0: NCCL decides.
+        """
+        self.layout, self._ctas = layout, ctas if device.type == "cuda" else 0
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if layout.world_size > 1 and not dist.is_initialized():
@@ -83,21 +99,22 @@ class Mesh:
 
     def group(self, *axes: Axis) -> dist.ProcessGroup | None:
         """The group of `ranks(*axes)`; None where that is this rank alone."""
-        return self._group_of(self._cut(axes))
+        return self._group_of(self._cut(axes), self._ctas if set(axes) <= {"dp_replicate", "dp_shard"} else 0)
 
     def part(self, axis: Axis, size: int) -> dist.ProcessGroup | None:
         """The group of `size` neighbours on an axis, of the runs into which it is cut; None for a size of 1."""
         return self._group_of(tuple(row[at : at + size] for row in self._cut((axis,)) for at in range(0, len(row), size)))
 
-    def _group_of(self, cut: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _group_of(self, cut: tuple[tuple[int, ...], ...], ctas: int = 0) -> dist.ProcessGroup | None:
         """This rank's group of all ranks in sets."""
         if len(cut[0]) == 1:
             return None
-        if len(cut) == 1 and cut[0] == tuple(range(self.layout.world_size)):
+        if len(cut) == 1 and cut[0] == tuple(range(self.layout.world_size)) and not ctas:
             return dist.group.WORLD
-        key = (id(dist.group.WORLD), cut)
+        key = (id(dist.group.WORLD), cut, ctas)
         if key not in _made:
-            made, _ = dist.new_subgroups_by_enumeration([list(m) for m in cut])  # type: ignore[no-untyped-call]
+            options = _few_ctas(ctas) if ctas else {}
+            made, _ = dist.new_subgroups_by_enumeration([list(m) for m in cut], **options)  # type: ignore[no-untyped-call]
             assert made is not None
             _made[key] = made
         return _made[key]
