@@ -28,6 +28,7 @@ from fullstride.plan.defaults import FP32, weights_cast
 from fullstride.plan.pipeline import balanced_layers, plan_timeline
 from fullstride.plan.plan import Batch, Compile, Layout, Loss, ModelRef, Pipeline, Plan, Recipe, Recompute, Workload
 from fullstride.rundir import RunDir
+from rounds import must
 
 
 def plan_of(asked, spec, cluster, schedule, sizes=()):
@@ -48,12 +49,6 @@ def plan_of(asked, spec, cluster, schedule, sizes=()):
     )
     layers = asked.layers.get(schedule) or balanced_layers(plan, spec, cluster)
     return replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=tuple(layers)))
-
-
-def must(reply):
-    """Stop where the worker failed."""
-    assert reply.ok, f"{reply.failure.message}\n{reply.failure.detail}"
-    return reply
 
 
 def idle(session, run_dir, plan, spec, cluster, asked):

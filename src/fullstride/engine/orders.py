@@ -116,8 +116,8 @@ class OrderLoop:
             dist.barrier(self._place.host_group)
         built.recorder.begin()
         with tracer or nullcontext():
-            for _ in range(order.steps):
-                self._step(built, order, tracer)
+            for number in range(1, order.steps + 1):
+                self._step(built, order, tracer, last=number == order.steps)
             built.recorder.finish()
         self._out.events.write(built.meter.read(built.run.step_index - 1))
         self._out.events.flush()
@@ -125,7 +125,7 @@ class OrderLoop:
             built.run.on_phase = lambda _name, **_where: nullcontext()
             append_spans(self._out.run_dir.trace(self._place.rank), tracer.spans())
 
-    def _step(self, built: Built, order: RunOrder, tracer: Tracer | None) -> None:
+    def _step(self, built: Built, order: RunOrder, tracer: Tracer | None, *, last: bool) -> None:
         step = built.run.step_index
         moment("step", step)
         waiting: AbstractContextManager[None] = nullcontext()
@@ -135,7 +135,10 @@ class OrderLoop:
             waiting = tracer.phase("data")
         with waiting:
             batch = built.loader.next()
-        built.recorder.step(step, built.run.step(batch), order.label)
+        result = built.run.step(batch)
+        if last:
+            built.run.ready()  # no step after it pays for what is still under way
+        built.recorder.step(step, result, order.label)
         if step % MEMORY_EVERY == 0:
             self._out.events.write(built.meter.read(step))
 

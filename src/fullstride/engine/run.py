@@ -264,10 +264,14 @@ class Run:
         self._carrier.reshard()
         return float(self._world_sum(total, "pp")), int(self._world_sum((labels != IGNORED).sum()))
 
+    def ready(self) -> None:
+        """Let the computing stream wait for what runs beside it: `flat` steps the optimizer beside the next forward."""
+        self._weights.ready()
+
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names."""
         found: dict[str, torch.Tensor] = {}
-        self._weights.ready()
+        self.ready()
         for index, name in enumerate(self._weights.names):
             found[f"weights/{name}"] = self._weights.masters[index].detach()
             moments = self._applied.optimizer.moments(index)
