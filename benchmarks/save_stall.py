@@ -8,6 +8,7 @@ before the save, and while its files are written. Writes a dated record with `--
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -99,7 +100,7 @@ def main():
 
 def split(steps, save, whole):
     """Median seconds of steps before a save, and between it and the time when its files were whole; 0 for no such step."""
-    times = [(step.time_ns, (step.time_ns - last.time_ns) / 1e9) for last, step in zip(steps, steps[1:], strict=False)]
+    times = [(step.time_ns, (step.time_ns - last.time_ns) / 1e9) for last, step in itertools.pairwise(steps)]
     before = [seconds for end, seconds in times if end <= save.start_ns][1:]
     after = [seconds for end, seconds in times if save.end_ns < end - seconds * 1e9 and end < whole]
     return statistics.median(before or [0.0]), statistics.median(after or [0.0])

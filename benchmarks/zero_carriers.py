@@ -28,6 +28,7 @@ from fullstride.plan.rules import check
 from fullstride.rundir import RunDir
 from rounds import must, profiled, strays, turn
 
+
 def plan_of(asked, cluster, carrier, stage):
     """The plan of one row."""
     layout, shard = layout_for(stage, asked.ranks)
