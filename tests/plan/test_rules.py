@@ -5,6 +5,7 @@ from tests.plan.plan_values import cpus, experts, gpus, llama, plan_of
 from fullstride.errors import RuleBroken
 from fullstride.plan.defaults import AUTOCAST, FP32, weights_cast
 from fullstride.plan.plan import (
+    Adapter,
     Batch,
     Comm,
     Compile,
@@ -240,6 +241,16 @@ CASES = {
     ),
     "loss.chunked": ({"loss": Loss(kind="chunked")}, {}, "family gemma2"),
     "compile.compiler": ({"compile": Compile(mode="block")}, {}, "without a C++ compiler"),
+    "adapter.targets": (
+        {"adapter": Adapter(rank=4, targets=("qkv", "c_proj"))},
+        {"adapter": Adapter(rank=4, targets=("qkv", "down"))},
+        "adapter.targets names 'c_proj', and ",
+    ),
+    "adapter.layout": (
+        {"adapter": Adapter(rank=4), "layout": Layout(tp=2)},
+        {"adapter": Adapter(rank=4)},
+        "adapter.rank = 4 with layout.tp = 2",
+    ),
     "data.pin": ({"data": Data(pin=True)}, {}, "without a GPU"),
     "data.prefetch": (
         {"data": Data(workers=1, prefetch=0)},

@@ -1,14 +1,15 @@
 """How a Plan is applied to a model, in order. Start reading here.
 
     1. look       find embedding, blocks, norm and head; refuse what this model and this Plan cannot do together
-    2. stages     with a pipeline: leave only this rank's stages
-    3. tensor     with tensor parallelism: say how each weight is cut, and let modules exchange what they make
-    4. recompute  replace the forward of the chosen blocks by one that makes activations again
-    5. compile    compile each block's forward, recomputation inside
-    6. loss       let the head return the loss, if it is to be computed in chunks
-    7. weights    unit by unit: make them (from a file, or from seed and name), then cut and shard them
-    8. precision  keep compute copies beside the masters
-    9. optimizer  make its states
+    2. adapters   with low-rank adapters: freeze the model, and put two small matrices beside the products that are meant
+    3. stages     with a pipeline: leave only this rank's stages
+    4. tensor     with tensor parallelism: say how each weight is cut, and let modules exchange what they make
+    5. recompute  replace the forward of the chosen blocks by one that makes activations again
+    6. compile    compile each block's forward, recomputation inside
+    7. loss       let the head return the loss, if it is to be computed in chunks
+    8. weights    unit by unit: make them (from a file, or from seed and name), then cut and shard them
+    9. precision  keep compute copies beside the masters
+    10. optimizer make its states
 
 The model's modules, parameter names and code stay as they were; only some instances' `forward` are replaced.
 """
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullstride.engine.adapter import Adapters, attach
 from fullstride.engine.anatomy import Anatomy, Role, Unit, find, head_is_last, units
 from fullstride.engine.build import weights_directory
 from fullstride.engine.compiling import compile_blocks, require_compiler
@@ -37,7 +39,7 @@ from fullstride.engine.pieces import Piece, take
 from fullstride.engine.pipeline.build import Stages, cut_to_stages, executor_of
 from fullstride.engine.pipeline.executor import Executor
 from fullstride.engine.pipeline.splitting import split_backward
-from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders
+from fullstride.engine.precision import TORCH_DTYPE, Weights, cast_at_borders, compute_dtype
 from fullstride.errors import RuleBroken
 from fullstride.plan.plan import Plan
 
@@ -57,6 +59,7 @@ class Applied:
     """What runs a step; None where it is the Run itself, without a pipeline."""
     tensor: TensorParallel | None
 
+    adapters: Adapters | None
 
 def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     """Apply a Plan to a model, in place.
@@ -74,6 +77,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     anatomy, mesh = find(model), Mesh(plan.layout, device)
     _refuse(model, anatomy, plan, device)
     stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
+    adapters = attach(model, anatomy, plan)
     whole, anatomy = anatomy, stages.cut.anatomy if stages else anatomy
     tensor = tensor_parallel(model, whole, anatomy, plan, mesh)
     compiled = plan.compile.mode == "block"
@@ -81,7 +85,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     inside = not (stages and stages.splits)
     if compiled and not inside:
         compile_blocks(model, anatomy)
-    apply_recompute(model, anatomy, plan.recompute)
+    apply_recompute(model, anatomy, plan.recompute, adapter_rank=plan.adapter.rank)
     if compiled and inside:
         compile_blocks(model, anatomy)
     head = None
@@ -90,7 +94,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         rows = tensor.vocabulary if tensor else None
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled, vocabulary=rows)
     parts = units(model, anatomy, table_apart=bool(stages and stages.tied and plan.shard.carrier == "flat"))
-    maker = _Maker(model, parts, plan, mesh, stages, tensor)
+    maker = _Maker(model, parts, plan, mesh, stages, tensor, adapters)
     carrier = carry(model, parts, plan, mesh, maker.make)
     if stages and stages.splits:
         split_backward(module for unit in parts if unit.name != "root" for module in unit.modules)
@@ -111,6 +115,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         tensor=tensor,
         stages=stages,
         executor=executor_of(stages, plan, mesh, carrier, parts) if stages else None,
+        adapters=adapters,
     )
 
 
@@ -127,8 +132,10 @@ class _Maker:
         tensor: TensorParallel | None,
     ) -> None:
         self._model = model
+        adapters: Adapters | None,
         self._tensor = tensor
         self._plan = plan
+        self._adapters = adapters
         self._device = mesh.device
         self._stages = stages
         self._copies = mesh.group("dp_replicate", "dp_shard", "tp")
@@ -150,12 +157,17 @@ class _Maker:
         if self._files is None:
             initialise(self._model, unit, fresh, self._places, self._plan.recipe.seed)
         for param in made.values():
-            if id(param) in fresh and self._files is not None:
-                self._files.load([name for _, _, name in self._places[id(param)]], param)
+            names = [name for _, _, name in self._places[id(param)]]
+            if self._adapters and names[0] in self._adapters.matrices:
+                self._adapters.fill(names[0], self._plan.recipe.seed)
+            elif id(param) in fresh and self._files is not None:
+                self._files.load(names, param)
             elif id(param) not in fresh:
                 self._share(param)
         self.roles |= {id(self._cut(p)): unit.role for p in made.values()}
 
+            if self._adapters and not param.requires_grad:  # held once, as it is computed with
+                param.data = param.data.to(compute_dtype(self._plan.precision, unit.role))
     def _share(self, param: nn.Parameter) -> None:
         """The user's own values: all ranks that hold them start from those of the first."""
         if self._copies is not None:

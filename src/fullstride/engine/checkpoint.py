@@ -39,6 +39,7 @@ from fullstride.engine.checkpoint_folder import (
     remove,
     signed,
 )
+from fullstride.engine.checkpoint_frozen import fingerprints, unlike
 from fullstride.engine.checkpoint_ranks import WAIT_SECONDS, Ranks, all_do, own_group
 from fullstride.engine.checkpoint_staging import Staging, room_for, streamed
 from fullstride.engine.init import seed_of
@@ -244,11 +245,13 @@ class _Shared:
     """Parameters of which this rank writes its piece."""
     tensors: dict[str, TensorShape]
     """What all ranks write together."""
+    frozen: dict[str, int]
+    """Fingerprints of what is not written (see checkpoint_frozen.py)."""
 
 
 def _share(run: Savable, ranks: Ranks) -> _Shared:
-    pieces = run.pieces()
     named = {key: str(value.dtype).removeprefix("torch.") for key, value in run.state().items()}
+    pieces = {name: piece for name, piece in run.pieces().items() if f"weights/{name}" in named}
     everybody = ranks.exchange((pieces, named))
     chosen = shares([pieces for pieces, _ in everybody])
     bare = uncovered([pieces for pieces, _ in everybody], chosen)
@@ -258,7 +261,7 @@ def _share(run: Savable, ranks: Ranks) -> _Shared:
         for pieces, named in everybody
         for key, dtype in named.items()
     }
-    return _Shared(frozenset(chosen[ranks.rank]), tensors)
+    return _Shared(frozenset(chosen[ranks.rank]), tensors, fingerprints(run, ranks))
 
 
 def _name(key: str) -> str:
@@ -287,6 +290,7 @@ def _manifest(run: Savable, samples: int, versions: dict[str, str], shared: _Sha
         versions=versions,
         written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         tensors=shared.tensors,
+        frozen=shared.frozen,
     )
 
 
@@ -345,6 +349,7 @@ def _load(run: Savable, folder: Path, ranks: Ranks) -> Manifest:
     for some in ranks.exchange(shapes):
         everybody |= some
     ranks.agree(_mismatch(folder, everybody, manifest.tensors))
+    ranks.agree(unlike(folder, fingerprints(run, ranks), manifest.frozen))
     ranks.agree(_fill(state, pieces, folder, manifest, ranks))
     run.after_load(manifest.step)
     return manifest

@@ -49,6 +49,8 @@ class Manifest(FileValue, frozen=True, kw_only=True, tag="checkpoint"):
     """ISO 8601 with zone."""
     tensors: dict[str, TensorShape]
     """What the files hold together, by `KIND/NAME`; random numbers are not among it."""
+    frozen: dict[str, int] = {}
+    """Fingerprints of the weights that adapters were trained beside, which the files do not hold."""
     files: dict[str, Stored] = {}
     digest: str = ""
     """Of all the other entries."""

@@ -1,5 +1,7 @@
 """The trained model as a Hugging Face directory, gathered one parameter at a time, from whatever layout.
 
+With low-rank adapters it is these alone, in PEFT's form (`engine/adapter_export.py`), or the model with them merged into it.
+
 Files hold the names and the arrangement in which transformers itself would save the model (`engine/saved_form.py`).
 A model that is not transformers' own gets its weights as plain safetensors and a note that says how to load them.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fullstride.engine.adapter import Adapters
+from fullstride.engine.adapter_export import ADAPTER_STEM, adapter_weights, merged, write_adapter_config
 from fullstride.engine.build import weights_directory
 from fullstride.engine.data.tokenise import BYTES, TOKENIZER_FILES, write_byte_tokenizer
 from fullstride.engine.gathering import Gathering
@@ -62,8 +67,17 @@ class Exportable(Protocol):
         """Where its tensors lie."""
         ...
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """The low-rank adapters, if there are some."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Live tensors under `weights/NAME` and other kinds."""
+        ...
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The weights beside adapters, by NAME, which `state` does not have."""
         ...
 
     def pieces(self) -> dict[str, Piece]:
@@ -81,7 +95,9 @@ def refuse_existing(folder: Path) -> None:
         raise BadInput(f"export folder {str(folder)!r} is not empty", fix="choose another folder, or remove it")
 
 
-def export(run: Exportable, folder: Path, *, dtype: DType | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+def export(
+    run: Exportable, folder: Path, *, dtype: DType | None = None, shard_bytes: int = SHARD_BYTES, merge: bool = False
+) -> None:
     """Write the model's weights for others to use; called by all ranks, written by rank 0, whole or not at all.
 
     Args:
@@ -90,6 +106,7 @@ def export(run: Exportable, folder: Path, *, dtype: DType | None = None, shard_b
         dtype: of the floating-point weights in the files. None: for each tensor that of the model directory which training
             began with, so that a model which took no step comes out bit for bit; from scratch the masters' own.
         shard_bytes: largest file.
+        merge: add adapters to the weights that they stand beside, and write the whole model; else they are written alone.
 
     Raises:
         BadInput: `folder` is not empty.
@@ -103,10 +120,17 @@ def export(run: Exportable, folder: Path, *, dtype: DType | None = None, shard_b
         if first:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
-        dtypes = _dtypes(run, dtype)
-        problem = _write_weights(_weights(run, dtypes), building, shard_bytes, write=first)
-        if first and not problem:
+        alone = run.adapters if not merge else None
+        dtypes = _dtypes(run, dtype) if alone is None else _Dtypes(TORCH_DTYPE[dtype or run.plan.precision.master], {})
+        found = _weights(run, dtypes) if alone is None else adapter_weights(run, alone, dtypes.usual)
+        # PEFT reads one file.
+        stem, limit = ("model", shard_bytes) if alone is None else (ADAPTER_STEM, sys.maxsize)
+        problem = _write_weights(found, building, limit, stem, write=first)
+        if first and not problem and alone is None:
             _write_rest(run, building, dtypes.usual)
+        elif first and not problem and alone is not None:
+            write_adapter_config(run, alone, building)
+        if first and not problem:
             if folder.exists():
                 folder.rmdir()
             building.rename(folder)
@@ -155,15 +179,20 @@ def _weights(run: Exportable, dtypes: _Dtypes) -> Iterator[tuple[str, Tensor]]:
     Every rank must run it to its end, because gathering is collective; the others get nothing.
     """
     held = {key.removeprefix("weights/"): value for key, value in run.state().items() if key.startswith("weights/")}
-    pieces = run.pieces()
+    held, pieces, adapters = held | run.frozen(), run.pieces(), run.adapters
     for name, value in _persistent_buffers(run.module):
         if name not in held:
             held[name], pieces[name] = value, Piece(name=name, shape=tuple(value.shape))
     gathering = Gathering(pieces, run.device)
     kinds = gathering.dtypes({name: value.dtype for name, value in held.items()})
     form = SavedForm(run.module)
-    for names in form.groups({name: gathering.shape(name) for name in gathering.names}):
-        wholes = {name: gathering.whole(name, held.get(name), kinds[name], on_all=False) for name in names}
+
+    def whole(name: str) -> Tensor | None:
+        return gathering.whole(name, held.get(name), kinds[name], on_all=False)
+
+    own = [name for name in gathering.names if adapters is None or name not in adapters.matrices]
+    for names in form.groups({name: gathering.shape(name) for name in own}):
+        wholes = {name: whole(name) if adapters is None else merged(name, adapters, whole) for name in names}
         there = {name: value.cpu() for name, value in wholes.items() if value is not None}
         for saved, value in form.in_files(there).items() if there else ():
             yield saved, value.to(dtypes.of(saved, value), copy=True).contiguous()
@@ -183,7 +212,7 @@ def _clean(name: str) -> str:
     return name
 
 
-def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, write: bool) -> str:
+def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int, stem: str, *, write: bool) -> str:
     """Fill files up to `shard_bytes`; returns what the disk refused, and goes on gathering so that no rank waits."""
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
@@ -200,7 +229,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_by
     if write and not problem and held:
         problem = _put(held, folder, files)
     if write and not problem:
-        _name_files(folder, files, total)
+        _name_files(folder, files, total, stem)
     return problem
 
 
@@ -213,18 +242,18 @@ def _put(held: dict[str, Tensor], folder: Path, files: list[list[str]]) -> str:
     return ""
 
 
-def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
+def _name_files(folder: Path, files: list[list[str]], total: int, stem: str) -> None:
     """The names that transformers looks for: one file, or numbered ones with an index."""
     if len(files) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
+        (folder / "part-0").rename(folder / f"{stem}.safetensors")
         return
     index = {}
     for number, names in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        name = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"part-{number}").rename(folder / name)
         index.update(dict.fromkeys(names, name))
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-    write_bytes(folder / "model.safetensors.index.json", json.dumps(content, indent=2).encode() + b"\n")
+    write_bytes(folder / f"{stem}.safetensors.index.json", json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _write_rest(run: Exportable, folder: Path, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ from fullstride.engine.anatomy import find, logits_of, units
 from fullstride.engine.gathering import Gathering
 from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
 from fullstride.engine.loss import IGNORED
+from fullstride.engine.parity_adapters import adapt_by_hand
 from fullstride.engine.parity_cases import Case, model_of
 from fullstride.engine.parity_draws import draw, listed
 from fullstride.engine.pieces import Piece, take
@@ -131,6 +132,8 @@ def reference(case: Case, before: dict[str, torch.Tensor] | None = None) -> Reco
         before: weights to go on from in later steps, as in `Record`; by default its own.
     """
     model, recipe, found = fresh_model(case), case.plan.recipe, Record()
+    if case.plan.adapter.rank:
+        adapt_by_hand(model, case.plan)
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -179,7 +182,7 @@ def planned(case: Case) -> Record:
         found[f"loss/{step}"] = torch.tensor(out.loss, dtype=torch.float64)
         found[f"norm/{step}"] = torch.tensor(out.grad_norm, dtype=torch.float64)
     state = run.state()
-    masters = {key.removeprefix("weights/"): value for key, value in state.items() if key.startswith("weights/")}
+    masters = {key.removeprefix("weights/"): value for key, value in state.items() if key.startswith("weights/")} | run.frozen()
     found.update({f"weight/{n}": w for n, w in gathering.all(masters, dtype)})
     drifted = _drifted(run.pieces(), masters, found)
     run.close()
@@ -222,6 +225,8 @@ def differences(case: Case, wanted: Record, found: Record) -> tuple[str, ...]:
         away = float(apart.max())
         size = float(wanted[key].double().abs().max())
         allowed = getattr(limit, kind) * (case.plan.recipe.learning_rate if kind == "weight" else size)
+        if kind == "weight" and case.plan.adapter.rank and not name.endswith(("lora_A.weight", "lora_B.weight")):
+            allowed = 0.0  # frozen
         if not away <= allowed:  # NaN fails too
             errors.append(f"{key}: off by {away:.3g}, allowed {allowed:.3g}")
     return tuple(errors)

@@ -10,11 +10,13 @@ from fullstride.engine.build import from_config, parameters_on_meta
 from fullstride.engine.parity_models import FAMILIES, WIDENING, PlainModel
 from fullstride.files import Value
 from fullstride.plan.plan import (
+    Adapter,
     Batch,
     Compile,
     Layout,
     Loss,
     ModelRef,
+    Overlap,
     Pipeline,
     Plan,
     Precision,
@@ -88,6 +90,7 @@ def make_case(
     changes: dict[str, Any] | None = None,
     compiled: bool = False,
 ) -> Case:
+    adapter: Adapter | None = None,
     """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
     carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
     recompute, loss = recompute or Recompute(), loss or Loss()
@@ -127,3 +130,4 @@ def make_case(
     name += f" {sorted(changes.items())}" if changes else ""
     name += " compiled" if compiled else ""
     return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers, changes=changes or {})
+    name += f" adapter={adapter.rank} alpha={adapter.alpha} {'+'.join(adapter.targets)}" if adapter else ""

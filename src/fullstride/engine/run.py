@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fullstride.engine.adapter import Adapters
 from fullstride.engine.anatomy import logits_of
 from fullstride.engine.apply import Applied, apply_plan
 from fullstride.engine.init import seed_of
@@ -269,18 +270,38 @@ class Run:
         self._weights.ready()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names."""
+        """What a checkpoint holds: live masters and moments (DTensors where sharded) under the unmodified model's names.
+
+        With adapters these are the adapters' alone (`lora_A.weight` and `lora_B.weight` below the product's name).
+        """
         found: dict[str, torch.Tensor] = {}
         self.ready()
         for index, name in enumerate(self._weights.names):
+            if self._given(name):
+                continue
             found[f"weights/{name}"] = self._weights.masters[index].detach()
             moments = self._applied.optimizer.moments(index)
             if moments is not None:
                 found[f"exp_avg/{name}"], found[f"exp_avg_sq/{name}"] = moments
         return found
 
+    def _given(self, name: str) -> bool:
+        """Whether a parameter is frozen beside adapters."""
+        adapters = self._applied.adapters
+        return adapters is not None and name not in adapters.matrices
+
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """With adapters: this rank's parts of the frozen weights, by name. A checkpoint does not hold them."""
+        named = zip(self._weights.names, self._weights.masters, strict=True)
+        return {name: master.detach() for name, master in named if self._given(name)}
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The low-rank adapters, if the Plan has some."""
+        return self._applied.adapters
+
     def pieces(self) -> dict[str, Piece]:
-        """Where this rank's part of `state()`'s tensors lies in the unmodified model, by the parameter's name."""
+        """Where this rank's parts in `state()` and `frozen()` lie in the unmodified model, by the parameter's name."""
         return {piece.name: piece for piece in self._weights.pieces}
 
     def after_load(self, step_index: int) -> None:

@@ -37,6 +37,8 @@ class TrainOptions:
     export: str = ""
     export_dtype: DType | None = None
     """None: that of the model directory which training began with, else the masters' own."""
+    merge: bool = False
+    """Export the whole model with its adapters merged into it, not the adapters alone."""
 
 
 def train(plan: Plan, options: TrainOptions, place: Place, out: Writer) -> Literal["done", "signal"]:
@@ -128,7 +130,7 @@ class Trainer:
             self._evaluate()
             if self._options.export:
                 self._say("export", self._options.export)
-                export(run, Path(self._options.export), dtype=self._options.export_dtype)
+                export(run, Path(self._options.export), dtype=self._options.export_dtype, merge=self._options.merge)
         cause: Literal["done", "signal"] = "done" if finished else "signal"
         self._out.events.write(RunEnd(time_ns=now_ns(), cause=cause))
         self._out.events.flush()

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--eval-every", type=int, default=TrainOptions.eval_every)
     made.add_argument("--eval-steps", type=int, default=TrainOptions.eval_steps)
     made.add_argument("--export", default="", help="folder for a Hugging Face model at the end")
+    made.add_argument("--merge", action="store_true", help="export the model with its adapters merged into it")
     made.add_argument("--export-dtype", choices=("fp64", "fp32", "bf16", "fp16"), default=TrainOptions.export_dtype)
     return made
 
@@ -90,6 +91,7 @@ def _train(args: argparse.Namespace, place: Place, out: Writer) -> int:
         eval_steps=args.eval_steps,
         export=args.export,
         export_dtype=args.export_dtype,
+        merge=args.merge,
     )
     cause = train(read_plan(out.run_dir.plan), options, place, out)
     out.events.close()

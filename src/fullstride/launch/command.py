@@ -21,6 +21,7 @@ def worker_command(
     train: bool = False,
     save_every: int | None = None,
     export: str | None = None,
+    merge: bool = False,
     module: str = WORKER_MODULE,
 ) -> Job:
     """What starts the workers of a plan on this host; starts nothing and writes nothing.
@@ -31,6 +32,7 @@ def worker_command(
         train: run the plan to its end instead of waiting for orders.
         save_every: steps between checkpoints; the worker's own default if not given.
         export: folder for a Hugging Face model at the end.
+        merge: with adapters: export the whole model with them merged into it.
         module: what each rank runs.
     """
     root = str(run_dir.path if isinstance(run_dir, RunDir) else run_dir)
@@ -44,6 +46,8 @@ def worker_command(
         worker += ["--save-every", str(save_every)]
     if export is not None:
         worker += ["--export", export]
+    if merge:
+        worker.append("--merge")
     return Job(run_dir=root, num_processes=ranks, command=(*launcher, *worker), env=worker_env(plan, train=train))
 
 

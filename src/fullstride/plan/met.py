@@ -89,7 +89,6 @@ def unbuilt_part_met(plan: Plan) -> str:
         ("precision.fp8", plan.precision.fp8, plan.precision.fp8 != "off"),
         ("kernels.attention", plan.kernels.attention, plan.kernels.attention != "sdpa"),
         ("kernels.gradient_fusion", plan.kernels.gradient_fusion, plan.kernels.gradient_fusion),
-        ("adapter.rank", plan.adapter.rank, plan.adapter.rank != 0),
         ("loss.fused", plan.loss.fused, plan.loss.fused != "no"),
         ("layout.expert_tp", plan.layout.expert_tp, plan.layout.expert_tp != 1),
         ("compile.graphs", plan.compile.graphs, plan.compile.graphs),

@@ -225,7 +225,10 @@ class Adapter(Value, frozen=True, kw_only=True):
     rank: int = 0
     """0: none, all weights are trained."""
     targets: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
-    """Products that get an adapter, by the end of the sublayer's name."""
+    """Products in the blocks that get an adapter, by the end of the sublayer's name (`qkv`; `gate_up` means `up` too, where no
+    gate is) or of the product's own (`q_proj`). The default means whatever of it the model has."""
+    alpha: float = 0.0
+    """The adapter's part is scaled by alpha / rank; 0: alpha = rank, a scale of 1."""
 
 
 class Compile(Value, frozen=True, kw_only=True):
@@ -313,5 +316,5 @@ class Plan(FileValue, frozen=True, kw_only=True, tag="plan"):
 
     @property
     def work_hash(self) -> str:
-        """Name of the work: model, workload and recipe."""
-        return digest([self.model, self.workload, self.recipe])
+        """Name of the work: model, workload and recipe, and the adapter where only it is trained."""
+        return digest([self.model, self.workload, self.recipe, *([self.adapter] if self.adapter.rank else [])])

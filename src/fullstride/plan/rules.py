@@ -13,7 +13,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.errors import RuleBroken
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan import limits, met
+from fullstride.plan import adapted, limits, met
 from fullstride.plan.met import ENV_PREFIXES, Met, below, outside, when
 from fullstride.plan.plan import Data, Loss, Overlap, Plan
 
@@ -24,6 +24,7 @@ RUN_ONLY = (
     "pipeline.ddp",
     "pipeline.fsdp2",
     "pipeline.empty",
+    "adapter.layout",
     "precision.fp16",
     "precision.cast",
     "precision.weights",
@@ -114,9 +115,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "size.counts",
-        "blocks and adapter ranks are counted from 0",
-        "use 0 for all blocks, and for no adapter",
-        below(0, "recompute.blocks", "adapter.rank"),
+        "blocks, adapter ranks and alphas are counted from 0",
+        "use 0 for all blocks, for no adapter, and for alpha = rank",
+        below(0, "recompute.blocks", "adapter.rank", "adapter.alpha"),
     ),
     _rule(
         "size.shares",
@@ -360,6 +361,18 @@ RULES: tuple[Rule, ...] = (
         met.altered_logits_met,
     ),
     _rule(
+    _rule(
+        "adapter.targets",
+        "an adapter stands beside a linear product of a block",
+        "name products that the blocks have, or leave adapter.targets out",
+        adapted.targets_met,
+    ),
+    _rule(
+        "adapter.layout",
+        "adapters run beside whole products, in a model that is not cut into stages",
+        "use layout.tp = 1 and layout.pp = 1 (fsdp2 or flat with stage 3 shards the frozen weights), or adapter.rank = 0",
+        when(adapted.layout_met),
+    ),
         "compile.compiler",
         "torch.compile on CPU needs a C++ compiler",
         "install g++, or use compile.mode = off",

@@ -202,7 +202,8 @@ class Flat(Holding):
             unit.store({number}, self.gradient_dtype)
         elif unit.name != "root" and unit.complete:
             self._flush_behind(unit)
-            self._done(unit)
+            # Frozen weights may still be read: their products give gradients to what came before.
+            self._done(unit, free=unit.frozen is None)
 
     # Weights under stage 3.
 
@@ -232,14 +233,14 @@ class Flat(Holding):
         for unit in sorted(self.units, key=lambda u: (u.name == "root", -u.position)):
             self._done(unit)
 
-    def _done(self, unit: FlatUnit) -> None:
+    def _done(self, unit: FlatUnit, *, free: bool = True) -> None:
         if unit.busy and not self._held:
             if self._stage == 1 and not self._last:
                 if unit.pending:
                     unit.store(set(unit.pending), self.gradient_dtype)
             else:
                 self._launch(unit)
-        if self._stage == 3:
+        if self._stage == 3 and free:
             unit.free()
 
     def _launch(self, unit: FlatUnit) -> None:
