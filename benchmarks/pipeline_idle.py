@@ -66,6 +66,7 @@ def idle(session, run_dir, plan, spec, cluster, asked):
         run_dir.trace(rank).unlink()  # the next schedule's spans stand alone
     return {
         "schedule": name,
+        "plan": plan,
         "layers": list(plan.pipeline.layers_per_stage),
         "idle_measured": measured.bubble_share,
         "idle_simulated": planned.bubble_share,
@@ -81,7 +82,9 @@ def idle(session, run_dir, plan, spec, cluster, asked):
 
 def sized(session, run_dir, plans, asked):
     """Step times in turns, peaks by rank and losses of plans that differ in their micro-batch sizes."""
-    rows = [{"sizes": list(plan.pipeline.micro_batch_per_stage), "rounds": [], "peak_bytes": []} for plan in plans]
+    rows = [
+        {"sizes": list(plan.pipeline.micro_batch_per_stage), "plan": plan, "rounds": [], "peak_bytes": []} for plan in plans
+    ]
     for turn in range(asked.rounds):
         for number, (plan, row) in enumerate(zip(plans, rows, strict=True)):
             label = f"sizes-{number}-{turn}"
@@ -151,7 +154,7 @@ def main():
                 sizes = sized(session, run_dir, [plan_of(asked, spec, priced, "1f1b", s) for s in (uniform, smaller)], asked)
     show(rows, sizes)
     if asked.record:
-        records.write("pipeline-idle", cluster.device.name, vars(asked), schedules=rows, sizes=sizes)
+        records.write("pipeline-idle", cluster, vars(asked), schedules=rows, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
 """Dated records under `results/`, for the benchmarks that write one."""
 
 import datetime
-import json
+import sys
 from pathlib import Path
 
+import msgspec
 
-def write(name, device, asked, **found):
-    """Write what was asked and found on `device` to `results/DATE-NAME.json`."""
+from fullstride.cluster.probe import software_versions
+
+
+def write(name, cluster, asked, **found):
+    """Write what was asked and found on a cluster to `results/DATE-NAME.json`; plans and paths may stand in it."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     target = Path(__file__).parent / "results" / f"{date}-{name}.json"
-    target.write_text(json.dumps({"date": date, "device": device, "asked": asked, **found}, indent=1) + "\n")
+    versions = {**software_versions(), **cluster.versions}
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    head = {"date": date, "device": cluster.device.name, "versions": versions, "command": command, "asked": asked}
+    target.write_bytes(msgspec.json.format(msgspec.json.encode({**head, **found}, enc_hook=str), indent=1) + b"\n")
     print(f"wrote {target.name}")

@@ -95,7 +95,7 @@ def main():
     print(f"{size / 1e9:.1f} GB; training stood still for {found['stall_seconds']:.2f} s")
     print(f"step {before:.3f} s before, {after:.3f} s while the files were written" if after else f"step {before:.3f} s before")
     if asked.record:
-        records.write("save-stall", cluster.device.name, vars(asked), **found)
+        records.write("save-stall", cluster, vars(asked), plan=plan, **found)
 
 
 def split(steps, save, whole):

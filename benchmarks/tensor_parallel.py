@@ -98,6 +98,7 @@ def main():
                     must(session.release())
             for name, plan in plans.items():
                 results[name] = {
+                    "plan": plan,
                     "step_seconds": statistics.mean(done["seconds"] for done in turns[name]),
                     "rounds": [done["seconds"] for done in turns[name]],
                     "peak_bytes": max(done["peak_bytes"] for done in turns[name]),
@@ -110,7 +111,7 @@ def main():
                 results[name]["void"] = strays(results[name], next(iter(results.values())))
     show(results)
     if asked.record:
-        records.write("tensor-parallel", cluster.device.name, vars(asked), plans=results)
+        records.write("tensor-parallel", cluster, vars(asked), plans=results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """ZeRO by FSDP2 and on flat buffers (and DDP where it fits), in turns on the same model and machine.
 
     python benchmarks/zero_carriers.py                                               two GPUs: 8B at 8192
+    python benchmarks/zero_carriers.py --torchtitan runs/peer                        the same between two runs of torchtitan
     python benchmarks/zero_carriers.py --stages 2 3 --reduction bf16 --rounds 5
     python benchmarks/zero_carriers.py --model tiny --seq 64 --steps 2 --rounds 2    anywhere, to see that it runs
 
@@ -13,6 +14,7 @@ one's is named, and its figures are void. On a CPU figures say nothing of speed.
 import argparse
 import statistics
 import tempfile
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -26,6 +28,7 @@ from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Overlap, Plan, 
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
 from fullstride.rundir import RunDir
+from peer import peer
 from rounds import must, profiled, strays, turn
 
 
@@ -67,8 +70,9 @@ def rows_of(asked, spec, cluster):
     return found
 
 
-def show(results, asked):
-    """A line a plan."""
+def show(results, asked, peers):
+    """A line a plan, and each over the mean of the peer's runs."""
+    rates = [run["tokens_per_second_per_gpu"] for run in peers if "tokens_per_second_per_gpu" in run]
     heads = f"{'copies':>8} {'exposed':>8} {'optimizer':>9} {'peak':>9}"
     print(f"{'':14} {'step s':>8} {'low':>8} {'high':>8} {'tok/s/GPU':>10} {heads}")
     for name, row in results.items():
@@ -77,7 +81,8 @@ def show(results, asked):
         copies, exposed, optimizer = (shares.get(key, 0.0) for key in ("copies", "exposed_comm", "optimizer"))
         figures = f"{mean:8.4f} {min(row['rounds']):8.4f} {max(row['rounds']):8.4f} {tokens:10.0f}"
         parts = f"{copies:5.1f} ms {exposed:5.1f} ms {optimizer:6.1f} ms {row['peak_bytes'] / 2**30:5.1f} GiB"
-        print(f"{name:14} {figures} {parts}{'   VOID: ' + row['void'] if row['void'] else ''}")
+        ratio = f"   {tokens / statistics.mean(rates):.3f} of torchtitan" if rates else ""
+        print(f"{name:14} {figures} {parts}{ratio}{'   VOID: ' + row['void'] if row['void'] else ''}")
 
 
 def main():
@@ -98,6 +103,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--torchtitan", type=Path, help="run it before and after, with its files in this folder")
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     spec, cluster = load_spec(asked.model), probe_cluster(num_ranks=asked.ranks)
@@ -105,6 +111,7 @@ def main():
     plans = rows_of(asked, spec, cluster)
     turns = {name: [] for name in plans}
     results = {}
+    peers = [peer(asked.model, asked.ranks, asked.torchtitan, "before", asked.seq)] if asked.torchtitan else []
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(root=folder)
         with WorkerSession(run_dir, next(iter(plans.values()))) as session:
@@ -115,6 +122,7 @@ def main():
             for name, plan in plans.items():
                 rounds = turns[name]
                 results[name] = {
+                    "plan": plan,
                     "step_seconds": statistics.mean(done["seconds"] for done in rounds),
                     "rounds": [done["seconds"] for done in rounds],
                     "peak_bytes": max(done["peak_bytes"] for done in rounds),
@@ -124,9 +132,11 @@ def main():
                 }
                 must(session.release())
                 results[name]["void"] = strays(results[name], next(iter(results.values())))
-    show(results, asked)
+    if asked.torchtitan:
+        peers.append(peer(asked.model, asked.ranks, asked.torchtitan, "after", asked.seq))
+    show(results, asked, peers)
     if asked.record:
-        records.write("zero-carriers", cluster.device.name, vars(asked), plans=results)
+        records.write("zero-carriers", cluster, vars(asked), plans=results, torchtitan=peers)
 
 
 if __name__ == "__main__":
