@@ -72,6 +72,7 @@ CASES = {
     "size.bucket": ({"overlap": Overlap(bucket_bytes=0)}, {"overlap": Overlap(bucket_bytes=1)}, "bucket_bytes = 0"),
     "size.workers": ({"data": Data(workers=-1)}, {"data": Data(workers=1)}, "data.workers = -1"),
     "size.threads": ({"threads": Threads(compute=-1)}, {"threads": Threads(compute=1)}, "threads.compute = -1"),
+    "size.ctas": ({"comm": Comm(ctas=65)}, {"comm": Comm(ctas=64)}, "comm.ctas = 65"),
     "size.timeout": ({"comm": Comm(timeout_seconds=0.0)}, {"comm": Comm(timeout_seconds=1.0)}, "timeout_seconds = 0"),
     "size.learning_rate": (recipe(learning_rate=0.0), recipe(learning_rate=1e-9), "learning_rate = 0"),
     "size.betas": (recipe(beta2=1.0), recipe(beta2=0.0), "recipe.beta2 = 1.0"),

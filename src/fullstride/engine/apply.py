@@ -74,7 +74,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         RuleBroken: this model and this Plan do not go together.
         EnvironmentFault: nothing can be compiled here.
     """
-    anatomy, mesh = find(model), Mesh(plan.layout, device)
+    anatomy, mesh = find(model), Mesh(plan.layout, device, plan.comm.ctas)
     _refuse(model, anatomy, plan, device)
     stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
     adapters = attach(model, anatomy, plan)

@@ -352,6 +352,11 @@ def workers_met(plan: Plan) -> str:
     )
 
 
+def ctas_met(plan: Plan) -> str:
+    """More CTAs than NCCL has channels, or fewer than none."""
+    return "" if 0 <= plan.comm.ctas <= 64 else f"comm.ctas = {plan.comm.ctas}"
+
+
 def env_met(plan: Plan) -> str:
     """A variable that no communication library reads."""
     for name in plan.comm.env:

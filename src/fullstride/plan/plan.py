@@ -265,6 +265,9 @@ class Comm(Value, frozen=True, kw_only=True):
     """NCCL variables, set before the process group is made."""
     timeout_seconds: float = 600.0
     """A collective that takes longer is a hang."""
+    ctas: int = 0
+    """On GPUs: blocks of threads (CTAs) of a collective between data-parallel ranks, each on a multiprocessor that computes
+    nothing meanwhile; 0: NCCL decides."""
 
 
 class Data(Value, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ RULES: tuple[Rule, ...] = (
     _rule("size.bucket", "a bucket holds at least one byte", "use the default, 26214400", below(1, "overlap.bucket_bytes")),
     _rule("size.workers", "workers are counted from 0", "use 0 for none", below(0, "data.workers")),
     _rule("size.threads", "threads are counted from 0", "use 0 for torchrun's default", below(0, "threads.compute")),
+    _rule("size.ctas", "a collective runs on a number of CTAs from 1 to 64", "use 0, and NCCL decides", when(met.ctas_met)),
     _rule("size.timeout", "a wait has a positive length", "use 600", below(1e-9, "comm.timeout_seconds")),
     _rule(
         "size.learning_rate", "the learning rate is positive", "use a value such as 3e-4", below(1e-300, "recipe.learning_rate")
@@ -446,6 +447,8 @@ def inert(plan: Plan) -> tuple[str, ...]:
         found.append(f"recompute.every = {plan.recompute.every} has no effect with recompute.mode = 'none'")
     if plan.layout.world_size == 1 and plan.comm.env:
         found.append(f"comm.env ({', '.join(plan.comm.env)}) has no effect with one rank")
+    if plan.layout.data_parallel == 1 and plan.comm.ctas:
+        found.append(f"comm.ctas = {plan.comm.ctas} has no effect without data-parallel ranks")
     return tuple(found)
 
 
