@@ -10,13 +10,15 @@ from fullstride.engine.anatomy_block import regions
 from fullstride.engine.anatomy_region import Part, Slicing
 from fullstride.engine.mesh import Mesh
 from fullstride.engine.parallel.collectives import Ranks
-from fullstride.engine.parallel.tensor import _require_named, refuse_uncut, tensor_parallel, try_on_meta
+from fullstride.engine.parallel.tensor import tensor_parallel
+from fullstride.engine.parallel.tensor_look import Ends, _require_named, ends_of, look, refuse_uncut, try_on_meta
+from fullstride.engine.parallel.tensor_parts import Border
 from fullstride.engine.parity import run_cases
 from fullstride.engine.parity_cases import make_case, model_of
 from fullstride.engine.parity_models import FAMILIES, ONLY_FP32, PlainModel
 from fullstride.errors import BadInput, RuleBroken
 from fullstride.model.config import FAMILIES as KNOWN
-from fullstride.plan.plan import Loss, Recompute
+from fullstride.plan.plan import Loss, Overlap, Recompute
 
 CUT = sorted(set(FAMILIES) - {"plain"})
 pytestmark = pytest.mark.filterwarnings("ignore:.*this architecture cannot use scaled_dot_product_attention:UserWarning")
@@ -219,7 +221,8 @@ def test_one_rank_changes_nothing():
     case = make_case("llama")
     built = model()
     anatomy = find(built)
-    assert tensor_parallel(built, anatomy, anatomy, case.plan, Mesh(case.plan.layout, torch.device("cpu"))) is None
+    assert look(built, anatomy, case.plan) is None
+    assert tensor_parallel(built, anatomy, anatomy, case.plan, Mesh(case.plan.layout, torch.device("cpu")), None) is None
     assert not any("forward" in vars(module) for module in built.modules())
 
 
@@ -261,3 +264,110 @@ def test_a_named_part_that_no_block_has_is_refused():
         _require_named(built, find(built), replace(plan, layout=replace(plan.layout, parts=parts)))
     with pytest.raises(BadInput, match=r"names 'nothing', which no block has \(one has .*mlp\.up_proj"):
         _require_named(built, find(built), replace(plan, layout=replace(plan.layout, parts={"nothing": "column"})))
+
+
+MIXTURES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_regions_of_all_families_begin_and_end_with_products_but_for_experts(family):
+    built = model(family)
+    found = ends_of(built, cut_blocks(built, 2))
+    latent = family == "deepseek_v3"  # what reads the input is whole on every rank
+    for path, ends in found.items():
+        attends, experts = "att" in path, family in MIXTURES and "mlp" in path and not (latent and ".0." in path)
+        assert ends == Ends(entry=not experts and not (attends and latent), exit=not experts), path
+    assert len(found) == 2 * len(find(built).blocks)
+
+
+class Altered(nn.Module):
+    """A region that changes what it reads before its products, and what it makes behind the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return 0.5 * self.fc2(torch.relu(self.fc1(2.0 * x)))
+
+
+def altered():
+    built = PlainModel(modular=True, depth=1)
+    built.stack[0].feed = Altered()
+    return built
+
+
+def test_a_region_that_changes_what_it_reads_or_makes_is_not_cut_into_parts():
+    built = altered()
+    found = ends_of(built, cut_blocks(built, 2))
+    assert found == {"stack.0.attention": Ends(entry=True, exit=True), "stack.0.feed": Ends(entry=False, exit=False)}
+    built.stack[0].attention = Altered()
+    built.stack[0].attention.heads = 4
+    plan = make_case("modular", tp=2).plan
+    assert look(built, find(built), plan) is not None
+    with pytest.raises(
+        RuleBroken, match=r"overlap\.tensor = true: no region of PlainModel begins or ends with a product"
+    ) as caught:
+        look(built, find(built), replace(plan, overlap=Overlap(tensor=True)))
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 12])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_parts_are_each_row_once(length, sequence):
+    border = Border(Ranks(2, 0, "x"), sequence, 2)
+    runs = border.runs(length)
+    assert [n for lo, hi in runs for n in range(lo, hi)] == list(range(length)) and all(lo < hi for lo, hi in runs)
+    assert len(runs) == min(2, length)
+    whole = torch.randn(3, length * (2 if sequence else 1), 4)
+    assert border.runs_inside(whole) == runs
+    parts = [border.rows(whole, lo, hi) for lo, hi in runs]
+    assert torch.equal(border.joined(parts), whole)
+
+
+def overlapped():
+    """Both borders in parts under what acts on them, on four ranks: lengths that do not divide, stages, compiled blocks."""
+    for sequence in (True, False):
+        yield make_case("modular", tp=4, overlap=True, sequence_parallel=sequence, micro_batch=1, accumulation=2)
+        yield make_case("gpt2", tp=4, overlap=True, sequence_parallel=sequence, recompute=FULL, loss=CHUNKS)
+        yield make_case("llama", tp=4, overlap=True, sequence_parallel=sequence, recompute=PART, dtype="fp32")
+        yield make_case("modular", tp=2, ranks=2, stage=3, overlap=True, sequence_parallel=sequence, recompute=PART)
+        yield make_case(
+            "modular", tp=2, pp=2, layers=2, schedule="zb-h1", accumulation=3, overlap=True, sequence_parallel=sequence
+        )
+    yield make_case("deepseek_v3", tp=2, ranks=2, stage=2, carrier="flat", overlap=True, dtype="fp32", recompute=FULL)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.multi
+@pytest.mark.slow
+def test_products_in_parts_equal_a_plain_loop():
+    outcomes = run_cases(tuple(overlapped()), 4, timeout_seconds=600)
+    assert len(outcomes) == 11
+    assert not [(o.name, o.errors) for o in outcomes if o.errors]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.multi
+@pytest.mark.slow
+def test_compiled_blocks_of_experts_and_of_parts_equal_a_plain_loop():
+    cases = (
+        make_case("modular", tp=2, overlap=True, compiled=True),
+        make_case("modular", tp=2, overlap=True, compiled=True, recompute=PART, sequence_parallel=False),
+        make_case("llama", tp=2, overlap=True, compiled=True, recompute=PART, dtype="fp32"),
+        *(make_case(f, tp=2, compiled=True, dtype="fp32", sequence_parallel=f != "qwen3_moe") for f in MIXTURES),
+    )
+    outcomes = run_cases(cases, 2, timeout_seconds=800)
+    assert not [(o.name, o.errors) for o in outcomes if o.errors]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_named_parts_are_those_of_the_whole_model_on_every_stage():
+    def named(**parts):
+        case = make_case("modular", tp=2, pp=2, layers=2)
+        return replace(case, name=str(parts), plan=replace(case.plan, layout=replace(case.plan.layout, parts=parts)))
+
+    there, nowhere = run_cases((named(**{"stack.1.feed.2": "row"}), named(nothing="column")), 4, timeout_seconds=300)
+    assert not there.errors, "one stage alone has it"
+    assert any("layout.parts names 'nothing', which no block has" in line for line in nowhere.errors)

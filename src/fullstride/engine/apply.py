@@ -35,6 +35,7 @@ from fullstride.engine.optimizer import AdamW
 from fullstride.engine.parallel.carrier import Carrier
 from fullstride.engine.parallel.shard import carry
 from fullstride.engine.parallel.tensor import TensorParallel, tensor_parallel
+from fullstride.engine.parallel.tensor_look import look
 from fullstride.engine.pieces import Piece, take
 from fullstride.engine.pipeline.build import Stages, cut_to_stages, executor_of
 from fullstride.engine.pipeline.executor import Executor
@@ -58,8 +59,8 @@ class Applied:
     executor: Executor | None
     """What runs a step; None where it is the Run itself, without a pipeline."""
     tensor: TensorParallel | None
-
     adapters: Adapters | None
+
 
 def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     """Apply a Plan to a model, in place.
@@ -76,10 +77,11 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     """
     anatomy, mesh = find(model), Mesh(plan.layout, device, plan.comm.ctas)
     _refuse(model, anatomy, plan, device)
-    stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
     adapters = attach(model, anatomy, plan)
+    seen = look(model, anatomy, plan)
+    stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
     whole, anatomy = anatomy, stages.cut.anatomy if stages else anatomy
-    tensor = tensor_parallel(model, whole, anatomy, plan, mesh)
+    tensor = tensor_parallel(model, whole, anatomy, plan, mesh, seen)
     compiled = plan.compile.mode == "block"
     # Products whose backward is split are left out of compiled code, which recomputation cannot have inside itself then.
     inside = not (stages and stages.splits)
@@ -113,9 +115,9 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         optimizer=optimizer,
         head=head,
         tensor=tensor,
+        adapters=adapters,
         stages=stages,
         executor=executor_of(stages, plan, mesh, carrier, parts) if stages else None,
-        adapters=adapters,
     )
 
 
@@ -130,12 +132,12 @@ class _Maker:
         mesh: Mesh,
         stages: Stages | None,
         tensor: TensorParallel | None,
+        adapters: Adapters | None,
     ) -> None:
         self._model = model
-        adapters: Adapters | None,
+        self._adapters = adapters
         self._tensor = tensor
         self._plan = plan
-        self._adapters = adapters
         self._device = mesh.device
         self._stages = stages
         self._copies = mesh.group("dp_replicate", "dp_shard", "tp")
@@ -164,10 +166,10 @@ class _Maker:
                 self._files.load(names, param)
             elif id(param) not in fresh:
                 self._share(param)
-        self.roles |= {id(self._cut(p)): unit.role for p in made.values()}
-
             if self._adapters and not param.requires_grad:  # held once, as it is computed with
                 param.data = param.data.to(compute_dtype(self._plan.precision, unit.role))
+        self.roles |= {id(self._cut(p)): unit.role for p in made.values()}
+
     def _share(self, param: nn.Parameter) -> None:
         """The user's own values: all ranks that hold them start from those of the first."""
         if self._copies is not None:

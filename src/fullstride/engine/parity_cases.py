@@ -87,10 +87,11 @@ def make_case(
     layers: int = 3,
     tp: int = 1,
     sequence_parallel: bool = True,
+    overlap: bool = False,
     changes: dict[str, Any] | None = None,
     compiled: bool = False,
-) -> Case:
     adapter: Adapter | None = None,
+) -> Case:
     """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
     carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
     recompute, loss = recompute or Recompute(), loss or Loss()
@@ -120,6 +121,8 @@ def make_case(
         precision=Precision(**dict.fromkeys(roles, dtype)),  # type: ignore[arg-type]
         loss=loss,
         compile=Compile(mode="block" if compiled else "off"),
+        overlap=Overlap(tensor=overlap),
+        adapter=adapter or Adapter(),
     )
     name = f"{family}{' tied' if tied else ''} ranks={ranks} stage={stage} replicate={layout.dp_replicate}"
     name += f" {carrier} accumulation={accumulation} recompute={recompute.mode}/{recompute.every} loss={loss.kind}"
@@ -127,7 +130,8 @@ def make_case(
     if pp > 1:
         name += f" pp={pp} {schedule} chunks={chunks} layers={layers_per_stage or layers} sizes={micro_batch_per_stage}"
     name += f" tp={tp}{' sequence' if sequence_parallel else ''}" if tp > 1 else ""
+    name += " overlap" if overlap else ""
     name += f" {sorted(changes.items())}" if changes else ""
     name += " compiled" if compiled else ""
-    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers, changes=changes or {})
     name += f" adapter={adapter.rank} alpha={adapter.alpha} {'+'.join(adapter.targets)}" if adapter else ""
+    return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers, changes=changes or {})

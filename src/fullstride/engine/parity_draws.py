@@ -28,6 +28,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "tp": (1, 2, 4),
     "sequence": (True, False),
+    "overlap": (False, True),
     "pp": (1, 2, 4),
     "schedule": ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"),
     "even": (True, False),
@@ -53,7 +54,7 @@ def settings_of(choice: Choice, ranks: int) -> frozenset[tuple[str, Any]]:
     idle = set()
     data = ranks // (choice["tp"] * choice["pp"])
     if choice["tp"] == 1:
-        idle.add("sequence")
+        idle |= {"sequence", "overlap"}
     if choice["pp"] == 1:
         idle |= {"schedule", "even", "sizes"}
     if data == 1:
@@ -115,6 +116,7 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
         layers=3 if choice["pp"] == 1 else stages + more,
         tp=choice["tp"],
         sequence_parallel=choice["sequence"] or choice["tp"] == 1,
+        overlap=choice["overlap"] and choice["tp"] > 1,
         # Fused keys and values of fewer heads than ranks are refused.
         changes={"num_key_value_heads": 4} if choice["family"] == "phi3" and choice["tp"] == 4 else None,
     )

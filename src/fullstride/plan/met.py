@@ -93,7 +93,6 @@ def unbuilt_part_met(plan: Plan) -> str:
         ("layout.expert_tp", plan.layout.expert_tp, plan.layout.expert_tp != 1),
         ("compile.graphs", plan.compile.graphs, plan.compile.graphs),
         ("overlap.gradients", plan.overlap.gradients, not plan.overlap.gradients),
-        ("overlap.tensor", plan.overlap.tensor, plan.overlap.tensor),
         ("overlap.experts", plan.overlap.experts, plan.overlap.experts),
         ("overlap.deferred_head", plan.overlap.deferred_head, plan.overlap.deferred_head != 0),
     )

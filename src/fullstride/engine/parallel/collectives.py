@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 _ops = torch.ops._c10d_functional
+SENT = "fullstride::product_summed"
+"""The operator of a product and its sum over ranks in one (`tensor_exit.py`), by which a selective recomputation knows it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,7 @@ in tensor_ops.py, what a block consists of in anatomy_block.py.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
@@ -17,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fullstride.engine.anatomy import Anatomy
-from fullstride.engine.anatomy_block import regions
 from fullstride.engine.anatomy_region import Part, Region, Slicing, is_transposed
 from fullstride.engine.loss import Vocabulary
 from fullstride.engine.memory.recompute import chosen
 from fullstride.engine.mesh import Mesh
 from fullstride.engine.parallel.collectives import Ranks, ranks_of
+from fullstride.engine.parallel.tensor_exit import Exit
 from fullstride.engine.parallel.tensor_forward import (
     Group,
+    closing,
     column,
     crossing,
     entering,
@@ -34,11 +33,15 @@ from fullstride.engine.parallel.tensor_forward import (
     scattering,
     wide_norm,
 )
-from fullstride.engine.parallel.tensor_ops import Border
+from fullstride.engine.parallel.tensor_look import UNKNOWN, Ends, Seen, set_shares
+from fullstride.engine.parallel.tensor_parts import Border
 from fullstride.engine.pieces import Cut
-from fullstride.errors import BadInput, RuleBroken
-from fullstride.plan.facts import BYTES
+from fullstride.errors import RuleBroken
 from fullstride.plan.plan import Plan
+
+PARTS = 2
+"""Parts of a product whose exchange is overlapped: half of each exchange can hide. A further part hides less than the one
+before (1 / n stays outside), and each costs the start of a collective and a smaller product."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -89,7 +92,9 @@ class TensorParallel:
             torch._foreach_copy_(found, [part.view(grad.shape) for part, grad in zip(parts, found, strict=True)])
 
 
-def tensor_parallel(model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Plan, mesh: Mesh) -> TensorParallel | None:
+def tensor_parallel(
+    model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Plan, mesh: Mesh, seen: Seen | None
+) -> TensorParallel | None:
     """Prepare a model for cut weights; None with one tensor-parallel rank.
 
     The weights themselves are cut when they are made, by `cut`. All ranks must call it: groups are made.
@@ -98,32 +103,27 @@ def tensor_parallel(model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Pl
         model: its parameters on meta, or real and whole.
         whole: of the model.
         anatomy: of the part that is this rank's stages; the same without a pipeline.
-        plan: of which layout and recompute count.
+        plan: of which layout, overlap and recompute count.
         mesh: of all ranks.
+        seen: what `look` found in the whole model.
 
     Raises:
-        BadInput: parts that were not found, with the names that were looked at.
-        RuleBroken: this model cannot be cut over so many ranks.
+        RuleBroken: a vocabulary smaller than the ranks.
     """
     group = mesh.group("tp")
-    if group is None:
+    if group is None or seen is None:
         return None
     ranks = ranks_of(group)
-    refuse_uncut(model, anatomy, ranks.size, first=anatomy is whole)
-    hidden, item_bytes = _width(model, anatomy), BYTES[plan.precision.block]
-    if anatomy is whole:  # a stage cannot tell: the name may be another stage's
-        _require_named(model, anatomy, plan)
-    found = [regions(model, block, hidden, ranks.size, plan.layout.parts, item_bytes) for block in anatomy.blocks]
+    found = [seen.regions[block] for block in anatomy.blocks]
     slicings = _vocabulary_slicings(model, anatomy)
     for region in (region for block in found for region in block):
         slicings |= region.slicings
-    if anatomy is whole:
-        try_on_meta(model, [region for block in found for region in block], ranks)
-    border = Border(ranks, plan.layout.sequence_parallel)
-    kept = set(chosen(len(anatomy.blocks), plan.recompute))
+    border = Border(ranks, plan.layout.sequence_parallel, PARTS if plan.overlap.tensor else 1)
+    again = set(chosen(len(anatomy.blocks), plan.recompute))
     for index, block in enumerate(found):
+        mode = plan.recompute.mode if index in again else "none"
         for region in block:
-            _cut_region(model, region, border, index in kept)
+            _cut_region(model, region, border, mode, seen.ends.get(region.path, UNKNOWN))
     vocabulary = _cut_vocabulary(model, anatomy, slicings, ranks)
     _cut_stream(model, whole, anatomy, border)
     terms = {name for block in found for region in block for name in region.terms}
@@ -136,133 +136,16 @@ def tensor_parallel(model: nn.Module, whole: Anatomy, anatomy: Anatomy, plan: Pl
     return TensorParallel(ranks=ranks, vocabulary=vocabulary, slicings=slicings, terms=frozenset(terms), groups=groups)
 
 
-# What cannot be cut.
-
-
-def _width(model: nn.Module, anatomy: Anatomy) -> int:
-    """Of the residual stream: of the embedding, or where a stage has none, of the norms in its blocks."""
-    if anatomy.embedding:
-        return int(model.get_parameter(f"{anatomy.embedding}.weight").shape[1])
-    for module in model.get_submodule(anatomy.blocks[0]).children():
-        if "norm" in type(module).__name__.lower():
-            return int(next(module.parameters()).shape[0])
-    raise BadInput(f"{anatomy.blocks[0]} has no norm, which would say how wide its input is", fix="use layout.tp = 1")
-
-
-def _require_named(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
-    """What the user named is there: a name that nothing has would do nothing."""
-    paths = [f"{block}.{name}" for block in anatomy.blocks for name, _ in model.get_submodule(block).named_modules()]
-    for end in plan.layout.parts:
-        if not any(f".{path}".endswith(f".{end}") for path in paths):
-            seen = ", ".join(name for name, module in model.get_submodule(anatomy.blocks[0]).named_modules() if name)
-            raise BadInput(f"layout.parts names {end!r}, which no block has (one has {seen})", fix="correct the name")
-
-
-def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int, *, first: bool = True) -> None:
-    """Refuse what cannot be cut, whatever its blocks are.
-
-    Raises:
-        RuleBroken: something random inside.
-        BadInput: no head, or weights outside the blocks that nobody knows.
-    """
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        dropped = getattr(module, "p", 0) if "dropout" in name.lower() else getattr(module, "attention_dropout", 0)
-        noise = getattr(module, "jitter_noise", 0)
-        for word, value in (("dropout", dropped), ("router noise", noise)):
-            if isinstance(value, float) and value > 0:
-                raise RuleBroken(
-                    f"layout.tp = {tp}, {path} ({name}) draws {word} of {value}: tensor-parallel ranks would draw differently",
-                    fix=f"set {word} to 0 in the model's configuration, or use layout.tp = 1",
-                )
-    if first and not isinstance(model.get_submodule(anatomy.head) if anatomy.head else None, nn.Linear):
-        raise BadInput(
-            f"layout.tp = {tp}: {type(model).__name__} has no nn.Linear that makes logits "
-            f"(looked at {anatomy.head or 'get_output_embeddings and linear layers as wide as the vocabulary'})",
-            fix="use an nn.Linear for the logits, or layout.tp = 1",
-        )
-    inside = [path for path in (anatomy.block_list, anatomy.embedding, anatomy.head) if path]
-    for path, module in model.named_modules():
-        if any(f"{path}.".startswith(f"{part}.") for part in inside) or "norm" in type(module).__name__.lower():
-            continue
-        own = [n for n, _ in module.named_parameters(recurse=False)]
-        if own and not isinstance(module, nn.Embedding):
-            raise BadInput(
-                f"layout.tp = {tp}: {path or type(model).__name__} has {', '.join(own)} outside the blocks, which is neither "
-                "embedding, norm nor head",
-                fix="use layout.tp = 1",
-            )
-
-
-def try_on_meta(model: nn.Module, found: list[Region], ranks: Ranks) -> None:
-    """Run a copy without memory whose blocks are one rank's, where the model is no family of transformers.
-
-    A module that reckons with sizes of its own meets shapes that do not fit, and is refused here.
-    """
-    if hasattr(model, "get_input_embeddings"):
-        return
-    from fullstride.engine.anatomy import meta_twin
-
-    tokens = torch.zeros(1, 2 * ranks.size, dtype=torch.int64, device="meta")
-    twin = meta_twin(model)
-    try:
-        with torch.no_grad():
-            twin(tokens)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return  # it does not run on meta at all, which says nothing
-    entered = [found[0].path]
-    for region in found:
-        _set(twin, region)
-        for name, slicing in region.slicings.items():
-            _shorten(twin, name, slicing.cut(0, ranks.size))
-        twin.get_submodule(region.path).register_forward_pre_hook(lambda _m, _a, path=region.path: entered.append(path))
-    try:
-        with torch.no_grad():
-            twin(tokens)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        line = str(error).strip().splitlines()[0]
-        looked = ", ".join(n for n, _ in model.get_submodule(entered[-1]).named_children())
-        raise BadInput(
-            f"layout.tp = {ranks.size}: {type(model).__name__}'s code does not take a rank's share of heads and columns "
-            f"({line}; looked at {entered[-1]}: {looked})",
-            fix="let it take sizes from its tensors (-1 in view) or from attributes such as num_heads, or use layout.tp = 1",
-        ) from None
-
-
-def _shorten(model: nn.Module, name: str, cut: Cut) -> None:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    old = getattr(module, attribute)
-    shape = list(old.shape)
-    shape[cut.dim] = sum(hi - lo for lo, hi in cut.ranges)
-    setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=False))
-
-
 # Regions.
 
 
-def _set(model: nn.Module, region: Region) -> None:
-    """Let modules reckon with a rank's share."""
-    for path, name, value in region.settings:
-        setattr(model.get_submodule(path), name, value)
-    root: Any = model.get_submodule(region.path)
-    if region.heads and _asks_configuration(root):
-        root.config = copy.copy(root.config)
-        for name, value in region.heads.items():
-            if isinstance(getattr(root.config, name, None), int):
-                setattr(root.config, name, value)
-
-
-def _asks_configuration(module: nn.Module) -> bool:
-    names = set(getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ()))
-    return hasattr(module, "config") and bool({"num_attention_heads", "num_key_value_heads"} & names)
-
-
-def _cut_region(model: nn.Module, region: Region, border: Border, keep: bool) -> None:
-    _set(model, region)
+def _cut_region(model: nn.Module, region: Region, border: Border, mode: str, ends: Ends) -> None:
+    """Replace the forwards of one region; `mode`: how its block is made again."""
+    set_shares(model, region)
     root: Any = model.get_submodule(region.path)
     members = [model.get_submodule(path) for path in region.columns]
-    group = Group(members, border, keep)
+    in_parts = border.parts > 1 and border.sequence and ends.entry and bool(members)
+    group = Group(members, border, mode != "none", in_parts)
     for index, member in enumerate(members):
         replace(member, column(member, group, index))
     for path in region.inner:
@@ -270,11 +153,14 @@ def _cut_region(model: nn.Module, region: Region, border: Border, keep: bool) ->
         if is_transposed(module):
             ranges = region.slicings[f"{path}.weight"].cut(0, border.ranks.size).ranges
             module.nf = sum(hi - lo for lo, hi in ranges)
+    first = border.ranks.rank == 0
     for path in region.rows:
-        replace(model.get_submodule(path), row(model.get_submodule(path), border.ranks.rank == 0))
+        module = model.get_submodule(path)
+        how = Exit(border, is_transposed(module), first, whole=mode == "norm_activation")
+        replace(module, closing(module, how) if ends.exit else row(module, first))
     for path, copies in region.wide_norms.items():
         replace(model.get_submodule(path), wide_norm(model.get_submodule(path), border.ranks, copies))
-    replace(root, crossing(root.forward, group if members else None, border))
+    replace(root, crossing(root.forward, group if members else None, border, closed=ends.exit))
 
 
 # The stream between regions.

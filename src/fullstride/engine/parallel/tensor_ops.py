@@ -18,38 +18,8 @@ from typing import Any
 import torch
 
 from fullstride.engine.deferred import gradient
-from fullstride.engine.parallel.collectives import (
-    Ranks,
-    sequence_back,
-    sequence_first,
-    start_all_reduce,
-    start_gather,
-    start_reduce_scatter,
-    wait,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Border:
-    """How the hidden state passes into a region and out of it."""
-
-    ranks: Ranks
-    sequence: bool
-    """Outside regions each rank holds its part of the sequence alone."""
-
-    def start_spread(self, part: torch.Tensor) -> torch.Tensor:
-        """Begin to make what a region reads."""
-        return start_gather(part, self.ranks) if self.sequence else part
-
-    def spread(self, started: torch.Tensor) -> torch.Tensor:
-        """[samples, seq, hidden] of what was begun."""
-        return sequence_back(wait(started), self.ranks.size) if self.sequence else started
-
-    def start_sum(self, term: torch.Tensor) -> torch.Tensor:
-        """Begin to sum the ranks' terms [samples, seq, hidden]."""
-        if self.sequence:
-            return start_reduce_scatter(sequence_first(term, self.ranks.size), self.ranks)
-        return start_all_reduce(term, self.ranks)
+from fullstride.engine.parallel.collectives import Ranks, start_all_reduce, wait
+from fullstride.engine.parallel.tensor_parts import Border, finish, gathered_products, start_summed_products
 
 
 class Enter(torch.autograd.Function):
@@ -65,6 +35,21 @@ class Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Sum, and cut as the input was."""
         return wait(ctx.border.start_sum(grads[0])), None
+
+
+class Entered(torch.autograd.Function):
+    """The whole hidden state that came with the region's products; who else reads it has a gradient as by `Enter`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, whole: torch.Tensor, border: Border) -> torch.Tensor:
+        """It is there."""
+        ctx.border = border
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Sum, and cut as the input was."""
+        return wait(ctx.border.start_sum(grads[0])), None, None
 
 
 class Leave(torch.autograd.Function):
@@ -131,7 +116,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _weight_gradient(weight: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+def weight_gradient(weight: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor, transposed: bool) -> torch.Tensor | None:
     """Of a product; None if it waits."""
 
     def make() -> torch.Tensor:
@@ -141,24 +126,30 @@ def _weight_gradient(weight: torch.Tensor, out: torch.Tensor, hidden: torch.Tens
     return gradient(weight, make)
 
 
-def _bias_gradient(bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+def bias_gradient(bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+    """Of a product's bias; None if it waits."""
     return gradient(bias, lambda: _rows(out).sum(0).to(bias.dtype))
 
 
+def matrix_of(weight: torch.Tensor, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+    """[out, in] in the dtype of what it is multiplied with (autocast keeps weights wider)."""
+    narrow = weight.to(dtype)
+    return narrow.t() if transposed else narrow
+
+
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
-    """Hidden x weight in the dtype of `hidden` (autocast keeps weights wider)."""
-    narrow = weight.to(hidden.dtype)
+    """Hidden x weight in the dtype of `hidden`."""
     extra = None if bias is None else bias.to(hidden.dtype)
-    return torch.nn.functional.linear(hidden, narrow.t() if transposed else narrow, extra)
+    return torch.nn.functional.linear(hidden, matrix_of(weight, hidden.dtype, transposed), extra)
 
 
-def _onward(grad: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+def onward(grad: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     """The weight as the gradient of the input is multiplied by it."""
     narrow = weight.to(grad.dtype)
     return narrow.t() if transposed else narrow
 
 
-def _keep(ctx: Any, held: torch.Tensor, parameters: tuple[torch.Tensor | None, ...]) -> None:
+def keep(ctx: Any, held: torch.Tensor, parameters: tuple[torch.Tensor | None, ...]) -> None:
     """Save what backward needs.
 
     A gradient that waits belongs to the parameter itself, and recomputation hands out detached copies of what was saved, so
@@ -171,10 +162,26 @@ def _keep(ctx: Any, held: torch.Tensor, parameters: tuple[torch.Tensor | None, .
         ctx.parameters = there
 
 
-def _kept(ctx: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+def kept(ctx: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """What was kept, and the parameters with None for a bias that is not there."""
     held, *saved = ctx.saved_tensors
     there = iter(getattr(ctx, "parameters", saved))
     return held, [next(there) if has else None for has in ctx.biased]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How the products that read a region's input are made."""
+
+    border: Border
+    transposed: bool
+    """Weights are [in, out], as GPT-2 has them."""
+    keep: bool
+    """The whole input is kept for backward, not gathered again there."""
+    count: int
+    """Of weights."""
+    ready: bool = False
+    """The products were made with the gather, in parts, and are handed in."""
 
 
 class Columns(torch.autograd.Function):
@@ -187,12 +194,7 @@ class Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        part: torch.Tensor,
-        whole: torch.Tensor,
-        border: Border,
-        options: tuple[bool, bool, int],
-        *tensors: torch.Tensor,
+        ctx: Any, part: torch.Tensor, whole: torch.Tensor, how: Reading, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The products.
 
@@ -200,43 +202,64 @@ class Columns(torch.autograd.Function):
             ctx: autograd's.
             part: the region's input outside, which gets the gradient.
             whole: the same inside, [samples, seq, hidden], cut off from autograd.
-            border: which lies between the two.
-            options: weights are [in, out], as GPT-2 has them; the whole input is kept; number of weights.
-            tensors: weights, then as many biases or None.
+            how: they are made.
+            tensors: weights, then as many biases or None, then as many products where they are ready.
         """
-        transposed, keep, count = options
-        weights, biases = tensors[:count], tensors[count:]
-        ctx.border, ctx.options = border, options
-        _keep(ctx, whole if keep or not border.sequence else part, tensors)
-        return tuple(_product(whole, w, b, transposed) for w, b in zip(weights, biases, strict=True))
+        weights, biases = tensors[: how.count], tensors[how.count : 2 * how.count]
+        ctx.how = how
+        keep(ctx, whole if how.keep or not how.border.sequence else part, (*weights, *biases))
+        if how.ready:
+            return tuple(made.view_as(made) for made in tensors[2 * how.count :])
+        return tuple(_product(whole, w, b, how.transposed) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Input first, its sum beside the weights."""
-        border, (transposed, keep, count) = ctx.border, ctx.options
-        held, parameters = _kept(ctx)
+        how: Reading = ctx.how
+        border, count = how.border, how.count
+        held, parameters = kept(ctx)
         weights = [weight for weight in parameters[:count] if weight is not None]
-        again = border.sequence and not keep
+        again = border.sequence and not how.keep
         started = border.start_spread(held) if again else held
-        needs = ctx.needs_input_grad[4:]
-        total = None
+        needs = ctx.needs_input_grad[3:]
+        total: list[torch.Tensor] = []
         if ctx.needs_input_grad[0]:
-            summed: torch.Tensor | None = None
-            for grad, weight in zip(grads, weights, strict=True):
-                rows, narrow = _rows(grad), _onward(grad, weight, transposed)
-                summed = rows @ narrow if summed is None else torch.addmm(summed, rows, narrow)
-            assert summed is not None
-            total = border.start_sum(summed.view(*grads[0].shape[:-1], summed.shape[-1]))
+            total = _start_input_gradient(grads, weights, how)
         whole = border.spread(started) if again else held
         made = [
-            _weight_gradient(w, g, whole, transposed) if need else None
+            weight_gradient(w, g, whole, how.transposed) if need else None
             for w, g, need in zip(weights, grads, needs[:count], strict=True)
         ]
         biases = [
-            _bias_gradient(b, g) if b is not None and need else None
-            for b, g, need in zip(parameters[count:], grads, needs[count:], strict=True)
+            bias_gradient(b, g) if b is not None and need else None
+            for b, g, need in zip(parameters[count:], grads, needs[count : 2 * count], strict=True)
         ]
-        return (None if total is None else wait(total), None, None, None, *made, *biases)
+        return (finish(total) if total else None, None, None, *made, *biases, *((None,) * count if how.ready else ()))
+
+
+def _start_input_gradient(grads: tuple[torch.Tensor, ...], weights: list[torch.Tensor], how: Reading) -> list[torch.Tensor]:
+    """Its sum over the ranks, begun: in one, or in parts."""
+    border = how.border
+    if border.parts > 1:
+        return start_summed_products(
+            grads, [onward(g, w, how.transposed).t() for g, w in zip(grads, weights, strict=True)], None, border
+        )
+    summed: torch.Tensor | None = None
+    for grad, weight in zip(grads, weights, strict=True):
+        rows, narrow = _rows(grad), onward(grad, weight, how.transposed)
+        summed = rows @ narrow if summed is None else torch.addmm(summed, rows, narrow)
+    assert summed is not None
+    return [border.start_sum(summed.view(*grads[0].shape[:-1], summed.shape[-1]))]
+
+
+def read_in_parts(
+    part: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], how: Reading
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The whole input of a region and the products that read it, without autograd: `Columns` is handed them."""
+    with torch.no_grad():
+        narrow = [matrix_of(weight, part.dtype, how.transposed) for weight in weights]
+        extra = [None if bias is None else bias.to(part.dtype) for bias in biases]
+        return gathered_products(part, narrow, extra, how.border)
 
 
 class Row(torch.autograd.Function):
@@ -248,15 +271,15 @@ class Row(torch.autograd.Function):
     ) -> torch.Tensor:
         """The term; `options`: the weight is [in, out], this rank adds the bias."""
         ctx.options = options
-        _keep(ctx, hidden, (weight, bias))
+        keep(ctx, hidden, (weight, bias))
         return _product(hidden, weight, bias if options[1] else None, options[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """The gradient of a sum is that of each term."""
-        hidden, (weight, bias) = _kept(ctx)
+        hidden, (weight, bias) = kept(ctx)
         assert weight is not None
         transposed, grad, needs = ctx.options[0], grads[0], ctx.needs_input_grad
-        d_hidden = (_rows(grad) @ _onward(grad, weight, transposed)).view(hidden.shape) if needs[0] else None
-        d_weight = _weight_gradient(weight, grad, hidden, transposed) if needs[1] else None
-        return d_hidden, d_weight, _bias_gradient(bias, grad) if bias is not None and needs[2] else None, None
+        d_hidden = (_rows(grad) @ onward(grad, weight, transposed)).view(hidden.shape) if needs[0] else None
+        d_weight = weight_gradient(weight, grad, hidden, transposed) if needs[1] else None
+        return d_hidden, d_weight, bias_gradient(bias, grad) if bias is not None and needs[2] else None, None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
+from fullstride.plan.cost.exchanges import exchanges, stream_width
 from fullstride.plan.facts import Part, compute_bytes, micro_tokens
 from fullstride.plan.plan import Plan
 
@@ -17,9 +19,13 @@ class Moved(NamedTuple):
     backward: float = 0.0
     forward_exposed: float = 0.0
     backward_exposed: float = 0.0
+    again: float = 0.0
+    """Exposed seconds more where a block is made again in backward."""
 
 
 NOTHING = Moved()
+OTHERS = ("megatron", "deepspeed")
+"""Carriers of other frameworks."""
 
 
 def ranks_inside(plan: Plan, cluster: Cluster, axis: str) -> int:
@@ -60,40 +66,51 @@ def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
     """Tensor parallelism: after each product cut along its inner size the parts are summed (Shoeybi et al., arXiv 1909.08053).
 
     With sequence parallelism an all-gather before and a reduce-scatter after move what the all-reduce did (arXiv 2205.05198);
-    backward the same, and one more gather of the saved input, which the weight's gradient hides.
+    backward the same, and one more gather of the saved input, which the products of its gradient hide.
     """
     tp = plan.layout.tp
     if tp == 1:
         return NOTHING
-    size = micro_tokens(plan) / plan.layout.cp * _hidden_size(part) * compute_bytes(plan)
-    near = ranks_inside(plan, cluster, "tp")
+    near, contention = ranks_inside(plan, cluster, "tp"), cluster.reached.contention
 
-    def one(op: str) -> float:
+    def one(op: str, size: float) -> float:
         seconds = rates.collective_seconds(cluster, op, size, tp, per_node=near).seconds  # type: ignore[arg-type]
         return seconds + cluster.reached.meet_seconds
 
+    share = cluster.reached.tensor_hidden if plan.overlap.tensor and part.group == "blocks" else 0.0
+    if plan.shard.carrier in OTHERS:
+        return _others(part, plan, one, share, contention)
+    seconds, shown = dict.fromkeys(("forward", "backward", "input", "again"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
+    for item in exchanges(part, plan):
+        each = item.times * one(item.op, item.size)
+        seconds[item.when] += each
+        if item.when in shown:
+            shown[item.when] += _hidden(each, share if item.split else 0.0, contention)
+    beside = contention * seconds["input"]
+    return Moved(
+        seconds["forward"],
+        seconds["backward"] + seconds["input"],
+        shown["forward"],
+        shown["backward"] + beside,
+        seconds["again"] - beside if seconds["again"] else 0.0,
+    )
+
+
+def _others(part: Part, plan: Plan, one: Callable[[str, float], float], share: float, contention: float) -> Moved:
+    """Of Megatron and DeepSpeed, whose embedding scatters what it sums. All of forward is done again with a block, as
+    `Piece.forward` has it.
+    """
+    size = micro_tokens(plan) / plan.layout.cp * stream_width(part) * compute_bytes(plan)
     split = plan.layout.sequence_parallel
-    pair = one("all_gather") + one("reduce_scatter") if split else one("all_reduce")
+    pair = one("all_gather", size) + one("reduce_scatter", size) if split else one("all_reduce", size)
     sums = sum(s.kind == "linear" and s.name.rsplit(".", 1)[-1] in ("out", "down") for s in part.sublayers)
     forward = backward = sums * pair
     if part.group == "embedding":
-        forward, backward = (one("reduce_scatter"), one("all_gather")) if split else (one("all_reduce"), 0.0)
+        forward, backward = (one("reduce_scatter", size), one("all_gather", size)) if split else (one("all_reduce", size), 0.0)
     elif part.group == "head":
-        forward, backward = (one("all_gather"), one("reduce_scatter")) if split else (0.0, one("all_reduce"))
-    share = cluster.reached.tensor_hidden if plan.overlap.tensor and part.group == "blocks" else 0.0
-    shown = (_hidden(t, share, cluster.reached.contention) for t in (forward, backward))
-    return Moved(forward, backward, *shown)
-
-
-def _hidden_size(part: Part) -> int:
-    """Width of the residual stream, from the part's own norm or product."""
-    for sublayer in part.sublayers:
-        for parameter in sublayer.parameters:
-            if sublayer.kind == "norm" and len(parameter.shape) == 1:
-                return parameter.shape[0]
-            if sublayer.kind == "embedding":
-                return parameter.shape[-1]
-    return max((m.k for s in part.sublayers for m in s.matmuls), default=0)
+        forward, backward = (one("all_gather", size), one("reduce_scatter", size)) if split else (0.0, one("all_reduce", size))
+    there, back = (_hidden(t, share, contention) for t in (forward, backward))
+    return Moved(forward, backward, there, back, there if plan.recompute.mode == "full" else 0.0)
 
 
 def context(part: Part, plan: Plan, cluster: Cluster, forward: float, backward: float) -> Moved:
@@ -131,7 +148,7 @@ def experts(part: Part, plan: Plan, cluster: Cluster) -> Moved:
     if ep == 1 or not rows:
         return NOTHING
     tokens = micro_tokens(plan) / plan.layout.cp / plan.layout.tp
-    each = tokens * _hidden_size(part) * compute_bytes(plan)
+    each = tokens * stream_width(part) * compute_bytes(plan)
     near = max(1, min(ep, cluster.groups[0].num_devices // (plan.layout.tp * plan.layout.cp)))
     if plan.shard.carrier == "megatron" and near < ep:
         one = _once_a_node(cluster, each, rows, ep, near)

@@ -53,9 +53,9 @@ def again(plan: Plan, piece: Piece) -> float:
     """What one block made again costs."""
     return {
         "none": 0.0,
-        "norm_activation": piece.bound_forward + plan.recompute.products * piece.products_forward,
+        "norm_activation": piece.bound_forward + plan.recompute.products * piece.products_forward + piece.tensor.again,
         "attention": piece.attention_forward,
-        "full": piece.forward,
+        "full": piece.forward - piece.tensor.forward_exposed + piece.tensor.again,
     }[plan.recompute.mode]
 
 

@@ -123,9 +123,10 @@ def pieces(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[tuple[Part, P
     shape = (plan.batch.micro_batch, plan.workload.sequence_length, p.block, p.head, p.cast, p.fp8, _rows_of_head(plan))
     cut = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, plan.overlap.tensor, plan.overlap.experts)
     how = (plan.compile.mode, plan.shard.carrier in FUSED, plan.kernels.attention, plan.adapter.rank)
+    exchanged = (plan.recompute.mode, plan.shard.carrier, p.master, p.loss) if layout.tp > 1 else ()
     many = plan.batch.accumulation if p.fp8 != "off" else 1
     factor = thread_factor(plan, cluster)
-    key = ("pieces", shape, cut, how, many, factor)
+    key = ("pieces", shape, cut, exchanged, how, many, factor)
     return once_for(spec, cluster, key, lambda: tuple((part, _piece(part, plan, cluster, factor)) for part in parts(spec)))
 
 

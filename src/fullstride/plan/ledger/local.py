@@ -27,6 +27,8 @@ from fullstride.plan.stages import stages_of
 
 AGAIN = re.compile(r"\.compute\.\d+$")
 """Names of second and further narrow copies of one tensor."""
+FUSED = ("megatron", "deepspeed")
+"""Carriers of other frameworks."""
 NOTHING = Part(
     group="head", path="", first=0, count=0, parameters=0, trainable=0, tensors=0, largest=0, matmul_weights=0, sublayers=()
 )
@@ -219,6 +221,8 @@ class Local:
             found.append(self.products(sublayer, before))
             before += len(sublayer.matmuls)
         last = max((index for index, s in enumerate(part.sublayers) if s.matmuls), default=0)
+        if self.plan.layout.tp > 1 and self.plan.shard.carrier not in FUSED and part.experts:
+            found[last] += self.stream_tokens * self.spec.hidden_size * compute_bytes(self.plan)  # the experts' sum over ranks
         if self.plan.compile.mode == "block" and found:
             found[last] = 0.0
         return found
@@ -230,7 +234,8 @@ class Local:
             return product_bytes(sublayer, self.plan, before)
         whole = product_bytes(sublayer, self.plan, before) * self.micro_tokens / micro_tokens(self.plan)
         row = sublayer.kind == "linear" and last_name(sublayer) in ("out", "down")
-        summed = self.plan.shard.carrier == "megatron" and layout.sequence_parallel  # what it keeps is cut along the sequence
+        closes = self.plan.shard.carrier == "megatron" or not sublayer.name.startswith("shared.")
+        summed = layout.sequence_parallel and closes  # the sum over the ranks is kept in its place, cut along the sequence
         return whole if row and not summed else whole / layout.tp
 
 
