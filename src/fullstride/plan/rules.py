@@ -362,7 +362,6 @@ RULES: tuple[Rule, ...] = (
         met.altered_logits_met,
     ),
     _rule(
-    _rule(
         "adapter.targets",
         "an adapter stands beside a linear product of a block",
         "name products that the blocks have, or leave adapter.targets out",
@@ -374,6 +373,7 @@ RULES: tuple[Rule, ...] = (
         "use layout.tp = 1 and layout.pp = 1 (fsdp2 or flat with stage 3 shards the frozen weights), or adapter.rank = 0",
         when(adapted.layout_met),
     ),
+    _rule(
         "compile.compiler",
         "torch.compile on CPU needs a C++ compiler",
         "install g++, or use compile.mode = off",
