@@ -46,6 +46,19 @@ def test_o_writes_the_best_plan_that_runs_and_any_the_best(capfd, tmp_path, monk
     assert not (tmp_path / "few.toml").exists()
 
 
+def test_plans_for_adapters_take_less_and_hold_them(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["llama3-8b", "--gpu", "h200-sxm", "--gpus", "2"]
+    all_of_it = told(capfd, "plan", *options)
+    ranking = told(capfd, "plan", *options, "--lora", "16", "-o", "lora.toml")
+    plan = read_plan("lora.toml")
+    assert plan.adapter.rank == 16 and not check(plan)
+    assert {best["adapter"]["rank"] for best in ranking["best"]} == {16}
+    fastest = [told["estimates"][0]["step_seconds"] for told in (all_of_it, ranking)]
+    assert fastest[1] < 0.8 * fastest[0]  # no products for the gradients of frozen weights
+    assert "adapters of rank 16" in shown(capfd, "plan", *options, "--lora", "16")
+
+
 @pytest.mark.parametrize(
     ("choice", "possible", "words"),
     [

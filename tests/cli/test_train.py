@@ -12,7 +12,7 @@ from fullstride.cli import train
 from fullstride.files import read_json, to_json
 from fullstride.launch.job import Job
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Recipe
+from fullstride.plan.plan import Adapter, Recipe
 from fullstride.plan.toml import read_plan, write_plan
 from fullstride.rundir import Failure
 
@@ -47,8 +47,8 @@ def workers(monkeypatch):
         told = to_json(failure).decode() if failure else ""
         program = ENDS.replace("STEPS", repr(steps)).replace("FAILURE", repr(told))
 
-        def command(run_dir, plan, *, train, save_every, export):
-            asked.update(plan=plan, train=train, save_every=save_every, export=export)
+        def command(run_dir, plan, *, train, save_every, export, merge):
+            asked.update(plan=plan, train=train, save_every=save_every, export=export, merge=merge)
             return Job(run_dir=run_dir.root, num_processes=2, command=(sys.executable, "-c", program, run_dir.root))
 
         monkeypatch.setattr(train, "worker_command", command)
@@ -89,6 +89,19 @@ def test_a_dry_run_launches_and_writes_nothing(plan_file, capfd):
     seen = capfd.readouterr()
     assert "fullstride.engine.worker" in seen.err and "--nproc-per-node 2" in seen.err
     assert not Path("run").exists()
+
+
+def test_adapters_are_asked_for_on_the_command_line(plan_file, workers, capfd):
+    asked = workers()
+    words = ["train", plan_file, "-o", "run", "--steps", "2", "--lora", "8", "--set", 'adapter.targets=["q_proj"]']
+    assert cli.main([*words, "--export", "out", "--merge"]) == 0, capfd.readouterr().err
+    assert "adapters beside weights of tiny that nobody trained" in capfd.readouterr().err
+    assert (asked["plan"].adapter, asked["merge"]) == (Adapter(rank=8, targets=("q_proj",)), True)
+    for wrong in (["--merge", "--lora", "8"], ["--merge", "--export", "out"], ["--lora", "0"]):
+        assert cli.main(["train", plan_file, "-o", "other", *wrong]) == 2
+    assert "nothing to merge" in capfd.readouterr().err
+    assert cli.main(["train", plan_file, "-o", "other", "--lora", "8", "--set", 'adapter.targets=["c_attn"]']) == 3
+    assert "'c_attn', and tiny has qkv (q_proj, k_proj, v_proj)" in capfd.readouterr().err
 
 
 def test_an_own_group_is_joined_and_nothing_is_launched(plan_file, monkeypatch, capfd):

@@ -12,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from tests.plan.live_bytes import LiveBytes, local
 from tests.plan.plan_values import gpus, plan_of
 
@@ -20,7 +21,7 @@ from fullstride.engine.run import prepare
 from fullstride.model.config import spec_from_config
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
 from fullstride.plan.ledger.table import ledger
-from fullstride.plan.plan import Batch, Layout, Loss, Pipeline, Recompute, Shard, Workload
+from fullstride.plan.plan import Adapter, Batch, Layout, Loss, Pipeline, Recompute, Shard, Workload
 from fullstride.plan.rules import check
 
 LENGTH = 72
@@ -55,6 +56,9 @@ MODES = ("none", "norm_activation", "full")
 SETTLED = ("weights", "master", "optimizer")
 
 
+ALL, SOME = Adapter(rank=4), Adapter(rank=3, targets=("qkv", "down"))
+
+
 def data_parallel(carried, mode, kind, precision, accumulation):
     stage, carrier = CARRIERS[carried]
     layout, _ = layout_for(stage, 2)
@@ -83,6 +87,7 @@ def made(layout, shard, mode, kind, precision, accumulation, **parts):
 CARRIERS = {"DDP": (0, "ddp")} | {f"{c} ZeRO {n}": (n, c) for c in ("fsdp2", "flat") for n in (1, 2, 3)}
 CHOICES = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), (1, 2))
 PIPES = (tuple(SHAPES), MODES, ("fp32", "autocast"))
+ADAPTERS = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), ((1, ALL), (2, SOME)))
 TENSOR = (tuple(SHAPES), (True, False), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"))
 
 
@@ -100,6 +105,12 @@ def cases(step=1):
         layout = Layout(tp=2, sequence_parallel=cut)
         name = f"{shape}, tensor{' and sequence' if cut else ''}, {mode}, {kind} loss, {precision}"
         found[name] = (shape, made(layout, Shard(), mode, kind, precision_of(precision), 1))
+    for shape, carried, mode, kind, precision, (micro, adapter) in itertools.islice(
+        itertools.product(*ADAPTERS), step // 2, None, step
+    ):
+        plan = replace(data_parallel(carried, mode, kind, precision, micro), adapter=adapter)
+        name = f"{shape}, {carried}, {mode}, {kind} loss, {precision}, {micro} micro-batches, {len(adapter.targets)} adapted"
+        found[name] = (shape, plan)
     specs = {name: spec_from_config(config, name) for name, config in SHAPES.items()}
     return {name: (shape, plan) for name, (shape, plan) in found.items() if not check(plan, specs[shape])}
 
@@ -199,7 +210,8 @@ def compare(shape, plan):
         run.step(batch)
     rank = dist.get_rank() if plan.layout.pp > 1 else 0
     rows = [row for row in ledger(plan, spec, gpus()) if row.stage == rank]
-    settled = sum(storages([*run.module.parameters(), *run.state().values()]).values())
+    tensors = [*run.module.parameters(), *run.state().values(), *run.frozen().values()]
+    settled = sum(storages(tensors).values())
     found = {
         "weights and states": (settled, said(rows, SETTLED, "checkpoint")),
         "gradients": (watch.gradients, said(rows, ("gradients",), "optimizer")),

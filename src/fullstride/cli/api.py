@@ -8,7 +8,7 @@ from fullstride.cli.choose import rank_plans
 from fullstride.cli.machine import choose_cluster
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import read_json
-from fullstride.plan.plan import Plan, Recipe
+from fullstride.plan.plan import Adapter, Plan, Recipe
 
 
 def make_plan(
@@ -20,6 +20,7 @@ def make_plan(
     data: str | None = None,
     num_ranks: int | None = None,
     recipe: Recipe | None = None,
+    adapter: Adapter | None = None,
 ) -> Plan:
     """The plan with the shortest predicted step; imports no torch, except in a process of its own for `file.py:function`.
 
@@ -31,6 +32,7 @@ def make_plan(
         data: A file or folder of text, JSONL or Parquet; the Python standard library's sources when None.
         num_ranks: Ranks to plan for; all of the cluster's devices when None.
         recipe: Optimizer, schedule and steps; the defaults of `Recipe` when None.
+        adapter: Low-rank adapters, if only these are trained, beside frozen weights.
 
     Raises:
         BadInput: no such model or cluster file, or sizes that cannot be.
@@ -48,5 +50,6 @@ def make_plan(
         data=data,
         num_ranks=num_ranks,
         recipe=recipe,
+        adapter=adapter,
     )
     return ranking.best[0]

@@ -17,7 +17,7 @@ from fullstride.launch.inspector import spec_of
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.calibration import calibrated
 from fullstride.plan.defaults import default_workload
-from fullstride.plan.plan import ModelRef, Plan, Recipe
+from fullstride.plan.plan import Adapter, ModelRef, Plan, Recipe
 from fullstride.plan.rules import inert, require
 from fullstride.plan.search import Ranking, search
 
@@ -41,6 +41,7 @@ def rank_plans(
     data: str | None = None,
     num_ranks: int | None = None,
     recipe: Recipe | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[Ranking, ModelSpec]:
     """Plans for a model on a cluster, the one with the shortest predicted step first; what is None takes its default.
 
@@ -53,13 +54,13 @@ def rank_plans(
         spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data, num_ranks=num_ranks
     )
     reached = calibrated(cluster, "fsdp2")
-    return search(spec, reached, model, workload, recipe or Recipe(), num_ranks=num_ranks), spec
+    return search(spec, reached, model, workload, recipe or Recipe(), num_ranks=num_ranks, adapter=adapter), spec
 
 
-def plan_here(source: str, num_ranks: int | None, out: Output) -> Plan:
+def plan_here(source: str, num_ranks: int | None, out: Output, adapter: Adapter | None = None) -> Plan:
     """The best predicted plan for a model on this machine, for a verb that needs a plan and was given a model."""
     cluster = probe_cluster(num_ranks=num_ranks)
-    ranking, _ = rank_plans(source, cluster, num_ranks=num_ranks)
+    ranking, _ = rank_plans(source, cluster, num_ranks=num_ranks, adapter=adapter)
     out.note(f"planned {source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
     return ranking.best[0]
 

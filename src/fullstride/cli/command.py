@@ -8,6 +8,7 @@ from typing import NoReturn, Protocol
 
 from fullstride.cli.output import Output
 from fullstride.errors import BadInput, UsageError
+from fullstride.plan.plan import Adapter
 
 
 class Command(Protocol):
@@ -44,6 +45,18 @@ def minutes(text: str) -> float:
     if not 0 < number < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above 0")
     return number
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    """The option of every verb that makes a plan from a model."""
+    parser.add_argument(
+        "--lora", type=adapter, metavar="RANK", help="train low-rank adapters of this rank alone, beside frozen weights"
+    )
+
+
+def adapter(text: str) -> Adapter:
+    """Adapters of a rank, beside the products that plans adapt by default."""
+    return Adapter(rank=positive(text))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

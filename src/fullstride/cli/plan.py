@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fullstride.cli.choose import choose_model
-from fullstride.cli.command import add_dry_run, positive, refuse_existing
+from fullstride.cli.command import add_dry_run, add_lora, positive, refuse_existing
 from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
@@ -44,6 +44,7 @@ class PlanVerb:
         parser.add_argument("--gpus-per-node", type=positive, metavar="M", help="GPUs in a node (8 when not given)")
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all GPUs")
+        add_lora(parser)
         parser.add_argument("--tokens", type=amount, metavar="T", help="budget of tokens, such as 15T: shows its GPU-days")
         parser.add_argument("--why", metavar="CHOICE", help="answer about a choice, such as tp=8,pp=4,zero=1,micro_batch=2")
         parser.add_argument("-o", dest="output", metavar="FILE", help="write the best plan that this version runs (TOML)")
@@ -85,7 +86,7 @@ def _search(args: argparse.Namespace, cluster: Cluster) -> tuple[Ranking, ModelS
     workload = default_workload(
         spec, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus, to_run=False
     )
-    return search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus, to_run=False), spec
+    return search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus, to_run=False, adapter=args.lora), spec
 
 
 def _chosen(ranking: Ranking, *, anyhow: bool) -> Plan:

@@ -7,11 +7,12 @@ import os
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from fullstride.cli.choose import checked, choose_model, is_plan_file, override, plan_here
 from fullstride.cli.claim import default_run_dir, error_of, fill, look, wait_until_filled
-from fullstride.cli.command import add_dry_run, positive
+from fullstride.cli.command import add_dry_run, add_lora, positive
 from fullstride.cli.follow import Tail, show
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
@@ -21,6 +22,7 @@ from fullstride.launch.command import worker_command
 from fullstride.launch.failure import failure_of, oom_kills
 from fullstride.launch.job import Job
 from fullstride.launch.local import Process, start
+from fullstride.model.source import is_module_source
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
 from fullstride.plan.toml import read_plan
@@ -55,8 +57,12 @@ class Train:
         parser.add_argument(
             "--set", action="append", default=[], metavar="TABLE.ENTRY=VALUE", help="replace an entry of the plan"
         )
+        add_lora(parser)
         parser.add_argument("--save-every", type=positive, metavar="N", help="steps between checkpoints")
-        parser.add_argument("--export", metavar="DIR", help="write a Hugging Face model directory at the end")
+        parser.add_argument(
+            "--export", metavar="DIR", help="write a Hugging Face model directory at the end; adapters alone, in PEFT's form"
+        )
+        parser.add_argument("--merge", action="store_true", help="with --export: the whole model, adapters merged into it")
         add_dry_run(parser, "launched")
 
     def run(self, args: argparse.Namespace, out: Output) -> int:
@@ -64,7 +70,7 @@ class Train:
         plan, spec, cluster = _resolve(args, out)
         run_dir = RunDir(root=args.output) if args.output else default_run_dir("train", spec, plan)
         claim = look(run_dir, plan)
-        job = worker_command(run_dir, plan, train=True, save_every=args.save_every, export=args.export)
+        job = worker_command(run_dir, plan, train=True, save_every=args.save_every, export=args.export, merge=args.merge)
         if args.dry_run:
             out.note(f"would {'resume' if claim == 'resumed' else 'start'} {run_dir.root} with\n{shlex.join(job.command)}")
             out.show(None, job)
@@ -88,7 +94,7 @@ class Train:
 def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cluster]:
     """The plan with all that the command line changes in it, checked against the model and this machine."""
     joined = int(os.environ["WORLD_SIZE"]) if _joins() else None
-    plan = read_plan(args.plan) if is_plan_file(args.plan) else plan_here(args.plan, joined, out)
+    plan = read_plan(args.plan) if is_plan_file(args.plan) else plan_here(args.plan, joined, out, args.lora)
     quoted = [
         ("workload.data", args.data),
         ("workload.eval_data", args.eval),
@@ -96,8 +102,15 @@ def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cl
     ]
     settings = [f"{entry}={_quote(value)}" for entry, value in quoted if value is not None]
     settings += [f"recipe.steps={args.steps}"] if args.steps else []
+    settings += [f"adapter.rank={args.lora.rank}"] if args.lora else []
     plan = override(plan, [*settings, *args.set])
     _, spec = choose_model(plan.model.source)
+    if args.merge and not (args.export and plan.adapter.rank):
+        raise UsageError("--merge: there is nothing to merge", fix="give --export DIR and --lora RANK with it")
+    if plan.adapter.rank and not is_module_source(plan.model.source) and not Path(plan.model.source).is_dir():
+        out.warn(
+            f"adapters beside weights of {plan.model.source} that nobody trained; start from a model directory with --init"
+        )
     if joined is not None and joined != plan.layout.world_size:
         raise BadInput(
             f"WORLD_SIZE is {joined}, the plan is for {plan.layout.world_size} ranks", fix="start as many ranks as the plan has"

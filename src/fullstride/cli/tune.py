@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from fullstride.cli.command import add_dry_run, minutes, positive
+from msgspec.structs import replace
+
+from fullstride.cli.command import add_dry_run, add_lora, minutes, positive
 from fullstride.cli.foreign import is_own_plan, plan_to_run
 from fullstride.cli.output import Output
 from fullstride.cli.record import PAGE, read_run
@@ -35,6 +37,7 @@ class Tune:
         parser.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet (the Python library's sources)")
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all ranks")
+        add_lora(parser)
         parser.add_argument("--minutes", type=minutes, metavar="M", help="time allowed (4.5 on CPUs, 10 on GPUs)")
         parser.add_argument("--baseline", metavar="FILE", help="your own plan, DeepSpeed JSON or torchtitan TOML to start from")
         parser.add_argument("-o", dest="output", metavar="DIR", help="run directory (runs/tune-DATE-MODEL)")
@@ -61,6 +64,7 @@ class Tune:
 
 def _task(args: argparse.Namespace, out: Output) -> Task:
     work = {"MODEL": args.model, "--data": args.data, "--seq": args.seq, "--global-batch": args.global_batch}
+    work["--lora"] = args.lora
     given = [name for name, value in work.items() if value is not None]
     if args.resume:
         if not args.output:
@@ -79,6 +83,7 @@ def _task(args: argparse.Namespace, out: Output) -> Task:
         samples_per_step=args.global_batch,
         minutes=args.minutes,
         directory=args.output,
+        adapter=args.lora,
     )
 
 
@@ -86,7 +91,7 @@ def _baseline(args: argparse.Namespace, given: list[str], out: Output) -> Plan:
     """The plan to start from; another framework's file leaves parts of the work open, which the options then say."""
     if given and is_own_plan(args.baseline):
         raise UsageError(f"--baseline and {given[0]}: the plan says what the work is", fix="change it in the plan file")
-    return plan_to_run(
+    plan = plan_to_run(
         args.baseline,
         out,
         model=args.model,
@@ -94,6 +99,7 @@ def _baseline(args: argparse.Namespace, given: list[str], out: Output) -> Plan:
         samples_per_step=args.global_batch,
         data=args.data,
     )
+    return replace(plan, adapter=args.lora) if args.lora else plan
 
 
 def _watched(task: Task, out: Output) -> Ladder:

@@ -22,7 +22,7 @@ from fullstride.launch.session import WorkerSession
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.baseline import baseline_plan
 from fullstride.plan.defaults import default_workload
-from fullstride.plan.plan import Plan, Recipe
+from fullstride.plan.plan import Adapter, Plan, Recipe
 from fullstride.report.html import html_of
 from fullstride.rundir import RunDir
 from fullstride.tune.loop import tune
@@ -71,6 +71,7 @@ def new_task(
     samples_per_step: int | None = None,
     minutes: float | None = None,
     directory: str | None = None,
+    adapter: Adapter | None = None,
 ) -> Task:
     """A task from a model: the baseline is what a user would write by hand for this machine.
 
@@ -84,7 +85,7 @@ def new_task(
         sequence_length = sequence_length or min(CPU_SEQUENCE, spec.max_sequence or CPU_SEQUENCE)
         samples_per_step = samples_per_step or CPU_SAMPLES
     workload = default_workload(spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data)
-    baseline = baseline_plan(spec, cluster, reference, workload, Recipe())
+    baseline = baseline_plan(spec, cluster, reference, workload, Recipe(), adapter=adapter)
     return _task(directory, spec, cluster, baseline, minutes)
 
 

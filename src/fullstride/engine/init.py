@@ -98,6 +98,10 @@ def _initialise_module(model: nn.Module, module: nn.Module, owns: bool) -> None:
     custom = getattr(model, "_init_weights", None)
     if callable(custom):
         custom(module)
+    adapters = getattr(module, "reset_lora_parameters", None)
+    if callable(adapters):  # PEFT's layers: what their children's own code made is no beginning for an adapter
+        for name in module.lora_A:
+            adapters(name, True)
 
 
 def _postorder(unit: Unit) -> Iterator[tuple[str, nn.Module]]:

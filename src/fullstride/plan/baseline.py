@@ -9,7 +9,7 @@ from fullstride.errors import BadInput
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.defaults import FP32, layout_for, plain_plan, weights_cast
 from fullstride.plan.estimate import Estimate
-from fullstride.plan.plan import Batch, ModelRef, Plan, Recipe, Recompute, Workload
+from fullstride.plan.plan import Adapter, Batch, ModelRef, Plan, Recipe, Recompute, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import require
 from fullstride.plan.space import micro_batches, work_plan
@@ -17,19 +17,26 @@ from fullstride.plan.verdict import does_not_fit
 
 
 def baseline_plan(
-    spec: ModelSpec, cluster: Cluster, model: ModelRef, workload: Workload, recipe: Recipe, *, num_ranks: int | None = None
+    spec: ModelSpec,
+    cluster: Cluster,
+    model: ModelRef,
+    workload: Workload,
+    recipe: Recipe,
+    *,
+    num_ranks: int | None = None,
+    adapter: Adapter | None = None,
 ) -> Plan:
     """What a user would do by hand.
 
     Eager; bf16 autocast, fp32 on CPU; DDP if it fits, else FSDP2 around each block (ZeRO-3, weights cast to bf16); full
     recompute only if nothing fits without; the largest power-of-two micro-batch that fits; torchrun's default threads; no
-    data workers; the model's own loss.
+    data workers; the model's own loss. With an `adapter` only that is trained.
 
     Raises:
         BadInput: the samples of a step cannot be shared out, or the work breaks a rule.
         DoesNotFit: nothing of this fits; says by how much, and what would.
     """
-    base, ranks = work_plan(spec, cluster, model, workload, recipe, num_ranks)
+    base, ranks = work_plan(spec, cluster, model, workload, recipe, num_ranks, adapter)
     if workload.samples_per_step % ranks:
         raise BadInput(
             f"samples_per_step = {workload.samples_per_step} over {ranks} ranks: each takes the same number",

@@ -13,7 +13,7 @@ from fullstride.plan.explore import OPENED, POLISHED, Exploration, Found, explor
 from fullstride.plan.limits import over
 from fullstride.plan.neighbours import neighbours
 from fullstride.plan.placement import devices_per_node
-from fullstride.plan.plan import ModelRef, Plan, Recipe, Workload
+from fullstride.plan.plan import Adapter, ModelRef, Plan, Recipe, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import check, require
 from fullstride.plan.space import space, work_plan
@@ -67,6 +67,7 @@ def search(
     to_run: bool = True,
     wishes: Wishes | None = None,
     exhaustive: bool | None = None,
+    adapter: Adapter | None = None,
 ) -> Ranking:
     """The fastest plans for this work on this cluster, by prediction.
 
@@ -80,12 +81,13 @@ def search(
         to_run: only what this version runs, exhaustively; else everything that any framework could do.
         wishes: entries that stay fixed, such as `{"layout.tp": 8}`; only without `to_run`.
         exhaustive: price the whole wide space, or not; None decides by its size.
+        adapter: low-rank adapters, if only these are trained.
 
     Raises:
         BadInput: the samples of a step cannot be shared out, or the model's own rules are broken.
         DoesNotFit: no plan fits; says by how much, and what would.
     """
-    base, ranks = work_plan(spec, cluster, model, workload, recipe, num_ranks)
+    base, ranks = work_plan(spec, cluster, model, workload, recipe, num_ranks, adapter)
     if not to_run:
         return _wide(base, ranks, spec, cluster, wishes or {}, exhaustive)
     priced = _priced(base, ranks, spec, cluster)

@@ -11,6 +11,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
 from fullstride.plan.plan import (
+    Adapter,
     Batch,
     Compile,
     Data,
@@ -33,14 +34,20 @@ KEEP_ENDS = {"embedding": False, "head": False}
 
 
 def work_plan(
-    spec: ModelSpec, cluster: Cluster, model: ModelRef, workload: Workload, recipe: Recipe, num_ranks: int | None = None
+    spec: ModelSpec,
+    cluster: Cluster,
+    model: ModelRef,
+    workload: Workload,
+    recipe: Recipe,
+    num_ranks: int | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[Plan, int]:
-    """A plan that holds the work alone, and the number of ranks: all devices unless said otherwise."""
+    """A plan that holds the work alone (adapters are part of it), and the number of ranks: all devices by default."""
     ranks = cluster.num_devices if num_ranks is None else num_ranks
     machine = replace(cluster, coefficients=None) if cluster.coefficients else cluster  # a calibration is no machine
     made = MadeFor(cluster=machine.digest, device=cluster.device.kind, versions=dict(cluster.versions))
     named = ModelRef(source=model.source, digest=model.digest or spec.digest)
-    return Plan(model=named, workload=workload, recipe=recipe, made_for=made), ranks
+    return Plan(model=named, workload=workload, recipe=recipe, made_for=made, adapter=adapter or Adapter()), ranks
 
 
 def micro_batches(samples_per_rank: int) -> list[int]:
@@ -133,6 +140,7 @@ def summary(plan: Plan) -> str:
         f"micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}",
         f"recompute {recompute.mode.replace('_', '+')}{every}",
         *_offloaded(plan),
+        *([f"adapters of rank {plan.adapter.rank}"] if plan.adapter.rank else []),
         "compile" if plan.compile.mode == "block" else "eager",
         cast[precision.cast] + (f", fp8 {precision.fp8}" if precision.fp8 != "off" else ""),
         "chunked loss" if plan.loss.kind == "chunked" else "model's loss",

@@ -218,7 +218,9 @@ def _best_with(wishes: Wishes, best: Plan, spec: ModelSpec, cluster: Cluster) ->
     model: ModelRef = best.model
     recipe: Recipe = best.recipe
     ranks = best.layout.world_size
-    return search(spec, cluster, model, best.workload, recipe, num_ranks=ranks, to_run=False, wishes=wishes)
+    return search(
+        spec, cluster, model, best.workload, recipe, num_ranks=ranks, to_run=False, wishes=wishes, adapter=best.adapter
+    )
 
 
 def why_document(answer: Answer, ranking: Ranking, spec: ModelSpec, cluster: Cluster) -> Document:

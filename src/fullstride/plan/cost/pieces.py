@@ -283,8 +283,8 @@ def gradient_traffic(plan: Plan, spec: ModelSpec) -> float:
     dense = sum(p.count * (p.matmul_weights - inside.expert_weights(p)) for p in parts(spec))
     sparse = sum(p.count * inside.expert_weights(p) for p in parts(spec))
     weights = (dense / plan.layout.tp + sparse / plan.layout.ep) / plan.layout.pp
-    if plan.adapter.rank:
-        return 0.0
+    if plan.adapter.rank:  # frozen: no gradients; autocast narrows them in each forward
+        return weights * (4 + size) * micro if plan.precision.cast == "autocast" else 0.0
     total = 0.0
     if plan.precision.cast == "autocast":  # forward narrows each weight, backward widens its gradient
         total += 2 * weights * (4 + size) * micro

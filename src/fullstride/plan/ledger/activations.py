@@ -7,6 +7,7 @@ gives the method; its 34sbh is for a GELU model with dropout).
 from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
+from fullstride.plan.adapted import adapted
 from fullstride.plan.estimate import MomentName, Row, RowKind
 from fullstride.plan.facts import Part, compute_bytes, once, residual_bytes
 from fullstride.plan.ledger.local import Local
@@ -53,6 +54,8 @@ def _activations(local: Local) -> tuple[Row, ...]:
                 continue
             whole = local.kept(sublayer)
             size = (part.count - again) * whole
+            if plan.adapter.rank and _before_adapters(local, part, index) and (not again or plan.recompute.every > 1):
+                size -= whole  # in the first block, which is not made again
             if products:
                 size += again * products[index]
             if again and plan.recompute.mode == "attention":
@@ -64,6 +67,12 @@ def _activations(local: Local) -> tuple[Row, ...]:
     source = "tensors saved for backward, " + {"off": "eager", "block": "compiled"}[plan.compile.mode]
     made = ((name, size, moments.get(name, STANDING)) for name, size in sizes.items() if size)
     return tuple(row(name, "activations", size, source, there) for name, size, there in made)
+
+
+def _before_adapters(local: Local, part: Part, index: int) -> bool:
+    """Whether all up to this sublayer of a part's first block is frozen, so that its backward is never asked for."""
+    first = local.plan.layout.pp == 1 and part is local.blocks[0] if part.group == "blocks" else False
+    return first and not any(adapted(local.plan, sublayer) for sublayer in part.sublayers[: index + 1])
 
 
 def block_inputs(local: Local, cluster: Cluster) -> tuple[Row, ...]:

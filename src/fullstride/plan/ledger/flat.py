@@ -8,11 +8,12 @@ the master is a place in them. Stage 3 gathers into them and frees them. Two uni
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import Parameter, Sublayer
+from fullstride.plan.adapted import adapted
 from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import BYTES, Part, master_bytes, num_resharded, once, weight_bytes
 from fullstride.plan.flat import flat_size
@@ -34,14 +35,16 @@ class Unit:
     kept: int
     """How many of them stage 3 does not free."""
     elements: int
-    """Of one buffer, holes and padding included."""
+    """Of one buffer, holes and padding included; with adapters of theirs, 0 if there are none."""
     width: int
     """Bytes of an element as it is computed with."""
+    frozen: int = 0
+    """Elements of a second buffer, beside adapters."""
 
     @property
     def bytes(self) -> int:
-        """Of one buffer."""
-        return self.elements * self.width
+        """Of its buffers."""
+        return (self.elements + self.frozen) * self.width
 
 
 def units(local: Local) -> tuple[Unit, ...]:
@@ -49,7 +52,7 @@ def units(local: Local) -> tuple[Unit, ...]:
     plan, pipe, p = local.plan, local.plan.pipeline, local.plan.precision
     place = (plan.layout, pipe.schedule, pipe.chunks, pipe.layers_per_stage, local.rank)
     numbers = (p.cast, p.embedding, p.block, p.head, p.master)
-    key = ("flat units", place, numbers, plan.shard.stage, tuple(sorted(plan.shard.reshard.items())))
+    key = ("flat units", place, numbers, plan.adapter, plan.shard.stage, tuple(sorted(plan.shard.reshard.items())))
     return once(local.spec, key, lambda: _units(local))
 
 
@@ -60,15 +63,26 @@ def _units(local: Local) -> tuple[Unit, ...]:
         apart = ends and local.spec.tied_embeddings
         own = [] if apart else [size for size, mine in sizes if mine]
         rest += [size for size, mine in sizes if apart or not mine]
-        if (copied := part.parameters - sum(size for size, _ in sizes)) > 0:  # a tied table beside a pipeline's last stage
+        if (
+            copied := part.parameters - part.adapters - sum(size for size, _ in sizes)
+        ) > 0:  # a tied table beside a pipeline's last stage
             rest.append(copied)
         if own:
             kept = part.count - num_resharded(plan, part)
-            elements = flat_size(own, local.shards)
-            found.append(Unit(part.group, part.count, kept, elements, weight_bytes(plan, part)))
+            found.append(Unit(part.group, part.count, kept, *_elements_of(local, own, part)))
     if rest:
-        found.append(Unit(ROOT, 1, 0, flat_size(rest, local.shards), weight_bytes(plan, local.head)))
+        found.append(Unit(ROOT, 1, 0, *_elements_of(local, rest, replace(local.head, sublayers=()))))
     return tuple(found)
+
+
+def _elements_of(local: Local, sizes: list[int], part: Part) -> tuple[int, int, int]:
+    """Elements of a unit's buffer, bytes of each, and elements of the buffer that is frozen beside it."""
+    plan, width = local.plan, weight_bytes(local.plan, part)
+    low, whole = plan.adapter.rank, flat_size(sizes, local.shards)
+    if not low:
+        return whole, width, 0
+    pairs = [size * low for s in part.sublayers for m in adapted(plan, s) for size in (m.k, m.n)]
+    return flat_size(pairs, local.shards) if pairs else 0, width, whole
 
 
 def _sizes(local: Local, part: Part) -> list[tuple[int, bool]]:
@@ -96,6 +110,10 @@ def weights(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     size = sum(unit.count * unit.elements for unit in apart) // local.shards * wide * on_device(local)
     if size:
         rows.append(row("weights (masters)", "master", size, f"units, padded, x {wide} B / {local.shards}", ALL, exact=True))
+    frozen = sum(unit.count * unit.frozen * unit.width for unit in units(local)) // local.shards
+    if frozen and plan.shard.stage == 3:
+        source = f"units, padded, as computed with / {local.shards}"
+        rows.append(row("frozen weights (shards)", "weights", frozen, source, ALL, exact=True))
     return tuple(rows)
 
 
@@ -145,7 +163,7 @@ def reductions(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     made = [unit for unit in units(local) for _ in range(min(2, unit.count))]
     wide = BYTES[local.plan.precision.reduction]
     pair = max((left.elements + right.elements for left, right in pairwise(made)), default=sum(u.elements for u in made))
-    largest = max((unit.bytes for unit in made), default=0)
+    largest = max((unit.elements * unit.width for unit in made), default=0)
     moments: tuple[MomentName, ...] = ("backward", "backward_end")
     return (
         row("gradients of one unit", "communication", largest, "the largest, as computed", moments),

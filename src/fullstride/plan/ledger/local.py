@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from fullstride.model.saved import dtype_bytes, is_kept
 from fullstride.model.spec import ModelSpec, Saved, Stack, Sublayer
+from fullstride.plan.adapted import adapted
 from fullstride.plan.facts import (
     Part,
     compute_bytes,
@@ -114,18 +115,27 @@ class Local:
         """
         plan, total = self.plan, self.trainable if trainable else self.count
         even = self.expert_shards == self.shards or not self.experts
-        if plan.shard.carrier != "fsdp2" or plan.adapter.rank or plan.layout.tp > 1 or not even:
+        if plan.shard.carrier != "fsdp2" or plan.layout.tp > 1 or not even:
             return self.over_shards(total, self.experts)
         pipe = plan.pipeline
-        place = (plan.layout.pp, pipe.schedule, pipe.chunks, pipe.layers_per_stage, self.rank)
-        return once(self.spec, ("rows", self.shards, trainable, place), lambda: self._whole_rows(trainable))
+        place = (plan.layout.pp, pipe.schedule, pipe.chunks, pipe.layers_per_stage, self.rank, plan.adapter)
+        key = ("rows", self.shards, trainable, place)
+        return once(self.spec, key, lambda: sum(p.count * self.whole_rows(p, trainable) for p in self.parts))
 
-    def _whole_rows(self, trainable: bool) -> int:
-        total = 0
-        for part in self.parts:
-            for parameter in (p for s in part.sublayers for p in s.parameters if p.trainable or not trainable):
-                rows = parameter.shape[0] if parameter.shape else 1
-                total += part.count * ceil(rows / self.shards) * (parameter.count // rows)
+    def whole_rows(self, part: Part, trainable: bool) -> int:
+        """Elements of one of a part's blocks on the rank that holds most, by whole rows; with adapters: of these alone if
+        trainable, else of what is frozen.
+        """
+        low, total = self.plan.adapter.rank, 0
+        shapes: list[tuple[int, ...]]
+        if low and trainable:
+            products = [m for s in part.sublayers for m in adapted(self.plan, s)]
+            shapes = [shape for m in products for shape in ((low, m.k), (m.n, low))]
+        else:
+            shapes = [p.shape for s in part.sublayers for p in s.parameters if low or p.trainable or not trainable]
+        for shape in shapes:
+            rows = shape[0] if shape else 1
+            total += ceil(rows / self.shards) * (prod(shape) // rows)
         return total
 
     @cached_property
@@ -152,7 +162,8 @@ class Local:
         plain = not self.is_cut and not fused and not plan.adapter.rank and not plan.pipeline.micro_batch_per_stage
         if plain and plan.kernels.attention == "sdpa":
             return fixed_bytes(sublayer, plan)
-        if plan.adapter.rank and sublayer.kind in ("linear", "head") and last_name(sublayer) not in plan.adapter.targets:
+        low = len(adapted(plan, sublayer))
+        if plan.adapter.rank and sublayer.kind in ("linear", "head") and not low:
             return 0.0  # a frozen product does not need its input
         compiled = fused or plan.compile.mode == "block"
         length, size, total = plan.workload.sequence_length, compute_bytes(plan), 0.0
@@ -160,6 +171,8 @@ class Local:
         times = {"token": tokens, "position": length, "pair": tokens * length}
         for item in sublayer.saved:
             if not is_kept(item, plan.precision.cast, compiled=compiled) or length <= item.beyond:
+                continue
+            if plan.adapter.rank and not for_frozen(item, sublayer, low):
                 continue
             share = kept_share(item, sublayer, plan.layout)
             if not fused and plan.layout.tp > 1:
@@ -207,9 +220,7 @@ class Local:
 
     def low_rank(self, sublayer: Sublayer) -> float:
         """Bytes of what adapters keep between their two products."""
-        if not adapted(self.plan, sublayer):
-            return 0.0
-        return len(sublayer.matmuls) * self.plan.adapter.rank * self.micro_tokens * compute_bytes(self.plan)
+        return len(adapted(self.plan, sublayer)) * self.plan.adapter.rank * self.micro_tokens * compute_bytes(self.plan)
 
     def kept_products(self, part: Part) -> list[float]:
         """Bytes of the outputs of matrix products and attention that `norm_activation` keeps, sublayer by sublayer.
@@ -239,9 +250,14 @@ class Local:
         return whole if row and not summed else whole / layout.tp
 
 
-def adapted(plan: Plan, sublayer: Sublayer) -> bool:
-    """Whether this sublayer's products have low-rank adapters."""
-    return plan.adapter.rank > 0 and bool(sublayer.matmuls) and last_name(sublayer) in plan.adapter.targets
+def for_frozen(item: Saved, sublayer: Sublayer, num_adapted: int) -> bool:
+    """Whether a tensor is kept although weights are frozen: not what a norm's gain needs, nor a narrow copy of the input for
+    each product, but for each that has an adapter.
+    """
+    if sublayer.kind == "norm":
+        return not item.name.startswith("normed")
+    again = AGAIN.search(item.name)
+    return sublayer.kind != "linear" or again is None or int(again[0].rpartition(".")[2]) < num_adapted
 
 
 def local_of(plan: Plan, spec: ModelSpec, rank: int = 0) -> Local:
@@ -309,9 +325,9 @@ def _part(
         whole = sum(p.count for p in sublayer.parameters)
         share = sum(size for _, size in here) / whole if whole else 1.0 / plan.layout.tp
         weights += round(sum(m.n * m.k * m.groups for m in sublayer.matmuls) * share)
-        if adapted(plan, sublayer):
-            low += sum(_adapter(plan, m.n, m.k) * m.groups // plan.layout.ep for m in sublayer.matmuls)
-            tensors += 2 * len(sublayer.matmuls)
+        products = adapted(plan, sublayer)
+        low += sum(_adapter(plan, m.n, m.k) for m in products)
+        tensors += 2 * len(products)
     return Part(
         group=group,
         path=stack.path if stack else "",

@@ -64,8 +64,11 @@ def frozen(local: Local) -> tuple[Row, ...]:
     """Weights under adapters: one copy in the compute dtype; no gradients, masters or moments."""
     if not local.plan.adapter.rank:
         return ()
-    shards = local.shards if local.plan.shard.stage == 3 or local.plan.shard.carrier == "fsdp2" else 1
+    plan = local.plan
+    shards = local.shards if plan.shard.stage == 3 or plan.shard.carrier == "fsdp2" else 1
     size = (whole_weights(local) - adapters(local)) / shards
+    if plan.shard.carrier == "fsdp2" and plan.layout.tp == 1:
+        size = sum(part.count * local.whole_rows(part, False) * weight_bytes(plan, part) for part in local.parts)
     return (row("frozen weights", "weights", size, f"(P - adapters) in the compute dtype / {shards}", ALL, exact=True),)
 
 
