@@ -241,7 +241,6 @@ CASES = {
         "digest = '0'",
     ),
     "loss.chunked": ({"loss": Loss(kind="chunked")}, {}, "family gemma2"),
-    "compile.compiler": ({"compile": Compile(mode="block")}, {}, "without a C++ compiler"),
     "adapter.targets": (
         {"adapter": Adapter(rank=4, targets=("qkv", "c_proj"))},
         {"adapter": Adapter(rank=4, targets=("qkv", "down"))},
@@ -252,6 +251,7 @@ CASES = {
         {"adapter": Adapter(rank=4)},
         "adapter.rank = 4 with layout.tp = 2",
     ),
+    "compile.compiler": ({"compile": Compile(mode="block")}, {}, "without a C++ compiler"),
     "data.pin": ({"data": Data(pin=True)}, {}, "without a GPU"),
     "data.prefetch": (
         {"data": Data(workers=1, prefetch=0)},
@@ -386,6 +386,7 @@ def test_settings_without_effect_are_told():
         ({"loss": Loss(chunk_tokens=8)}, "loss.chunk_tokens = 8"),
         ({"overlap": Overlap(prefetch=2)}, "overlap.prefetch = 2"),
         ({"overlap": Overlap(bucket_bytes=1)}, "bucket_bytes = 1"),
+        ({"overlap": Overlap(tensor=True)}, "overlap.tensor = true"),
         ({"data": Data(prefetch=4)}, "data.prefetch = 4"),
         ({"recompute": Recompute(every=2)}, "recompute.every = 2"),
         ({"comm": Comm(env={"NCCL_DEBUG": "INFO"})}, "NCCL_DEBUG"),
