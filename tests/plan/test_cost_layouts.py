@@ -8,6 +8,7 @@ from tests.plan.plan_values import llama, plan_of
 
 from fullstride.cluster.catalogue import assumed_cluster
 from fullstride.cluster.cluster import Coefficients
+from fullstride.plan.cost.exchanges import bytes_a_step
 from fullstride.plan.cost.inside import ranks_inside
 from fullstride.plan.cost.lanes import counts, host_seconds, ranks
 from fullstride.plan.cost.pieces import pieces
@@ -155,6 +156,15 @@ def test_overlap_hides_a_part():
     assert one.seconds == other.seconds and other.exposed_seconds < one.exposed_seconds
     late = replace(plan, overlap=Overlap(gradients=False))
     assert step(late) > step(plan)
+
+
+def test_what_selective_recomputation_gathers_again_it_does_not_gather_in_backward():
+    plan = plan_for(layout=Layout(tp=8, dp_shard=8), carrier="fsdp2")
+    none, selective, full = (replace(plan, recompute=Recompute(mode=mode)) for mode in ("none", "norm_activation", "full"))
+    moved = [bytes_a_step(each, SPEC) for each in (none, selective, full)]
+    assert moved[0] == moved[1], "its sums are kept, its inputs gathered once more either way"
+    assert moved[2]["all_gather"] == moved[0]["all_gather"] and moved[2]["reduce_scatter"] > moved[0]["reduce_scatter"]
+    assert 0 < by_name(selective)["recompute"].seconds < by_name(full)["recompute"].seconds
 
 
 def test_ranks_of_an_axis_on_a_node():

@@ -70,6 +70,20 @@ def test_a_choice_that_can_be_says_which_term_loses_it():
     assert any("does not run it" in words for words in answer.words) == bool(not_run(answer.plan, None, CLUSTER))
 
 
+def test_overlap_of_tensor_parallelism_is_a_step_away_where_it_can_hide_and_goes_with_it():
+    spec = llama()
+    plan = plan_of(layout=Layout(tp=2))
+    asked = {words: wishes for words, wishes in changes_of(plan, spec, gpus(4)) if "overlap.tensor" in wishes}
+    assert asked == {"tensor parallelism beside its products": {"overlap.tensor": True}}
+    assert not any("overlap.tensor" in wishes for _, wishes in changes_of(plan_of(), spec, gpus(4)))
+    beside = vary(plan, {"overlap.tensor": True}, spec)
+    assert beside.overlap.tensor and not vary(beside, {"layout.tp": 1}, spec).overlap.tensor
+    slow, quick = (price(p, spec, gpus(4)).step_seconds for p in (plan, beside))
+    assert quick < slow
+    ordered = search(spec, gpus(4), ModelRef(source="x"), plan.workload, Recipe(), to_run=False, wishes={"layout.tp": 2})
+    assert ordered.best[0].overlap.tensor
+
+
 def test_thirty_layers_on_four_stages():
     answer = ask("pp=4")
     assert not answer.possible

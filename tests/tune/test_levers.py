@@ -48,6 +48,15 @@ def test_levers_that_hang_on_zero_3():
     assert words("buckets", plan) == []
 
 
+def test_tensor_parallelism_keeps_its_ranks_and_may_overlap():
+    assert words("tensor overlap", fake_plan()) == []
+    plan = fake_plan(layout=Layout(dp_replicate=2, tp=2))
+    (move,) = moves("tensor overlap", plan)
+    assert (move.plan.overlap, move.words) == (Overlap(tensor=True), "exchange of tensor parallelism beside products")
+    assert [m.plan.overlap for m in moves("tensor overlap", move.plan)] == [Overlap()]
+    assert {m.plan.layout.world_size for m in moves("zero", plan)} == {4}
+
+
 def test_data_workers_pin_only_for_gpus():
     assert words("data workers", fake_plan())[0] == "data workers 0 -> 1, pinned memory"
     assert not moves("data workers", fake_plan(), fake_cluster(kind="cpu"))[0].plan.data.pin

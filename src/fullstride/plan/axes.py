@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan import limits
+from fullstride.plan.cost import inside
 from fullstride.plan.placement import devices_per_node
 from fullstride.plan.plan import (
     Batch,
@@ -24,6 +25,7 @@ from fullstride.plan.plan import (
     Layout,
     Loss,
     Optimizer,
+    Overlap,
     Pipeline,
     Plan,
     Precision,
@@ -51,7 +53,7 @@ GROUPS = (1, 8)
 """Hybrid sharding is tried inside a node, and inside eight."""
 CHOICES = (
     "carrier, ZeRO stage and sharding group, micro-batch (powers of two), schedule and chunks, recompute, precision (bf16), "
-    "loss, compilation"
+    "loss, compilation, overlap of tensor parallelism"
 )
 """What `Options` holds, in words. GPipe is left out (the bubble of 1F1B with more memory), and fp8 (other numerics)."""
 
@@ -84,6 +86,7 @@ class Options(NamedTuple):
     losses: list[Loss]
     compiles: list[Compile]
     optimizers: list[Optimizer]
+    overlaps: list[Overlap]
 
     @property
     def size(self) -> int:
@@ -153,6 +156,7 @@ def options_for(
         losses=[Loss(kind="chunked"), Loss()],
         compiles=list(reversed(compile_modes(cluster))),
         optimizers=[Optimizer(cpu_share=share) for share in (0.5, 1.0)] if offload else [Optimizer()],
+        overlaps=[Overlap(), Overlap(tensor=True)] if inside.overlaps(cluster, degrees.tp) else [Overlap()],
     )
     if offload:
         found = found._replace(recomputes=[*found.recomputes, Recompute(mode="full", offload="cpu")])
@@ -229,7 +233,13 @@ def _wished(options: Options, share: int, degrees: Degrees, spec: ModelSpec, wis
     if layers:
         held = changes.get("pipelines", options.pipelines)
         changes["pipelines"] = [replace(p, layers_per_stage=layers) for p in held if degrees.pp * p.chunks == len(layers)]
-    for name, part in (("recomputes", "recompute"), ("losses", "loss"), ("compiles", "compile"), ("optimizers", "optimizer")):
+    for name, part in (
+        ("recomputes", "recompute"),
+        ("losses", "loss"),
+        ("compiles", "compile"),
+        ("optimizers", "optimizer"),
+        ("overlaps", "overlap"),
+    ):
         fixed = {key.partition(".")[2]: value for key, value in wishes.items() if key.startswith(f"{part}.")}
         if fixed:
             every = [replace(item, **fixed) for item in getattr(options, name)]
@@ -259,7 +269,8 @@ def build(
     layout = Layout(dp_replicate=replicate, dp_shard=shard_ranks, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep)
     plan = replace(base, layout=layout, shard=shard, batch=batch, pipeline=pipeline, recompute=recompute,
                    precision=choices[cast], loss=options.losses[pick[5]], compile=options.compiles[pick[6]],
-                   optimizer=options.optimizers[pick[7]], data=data, threads=threads)  # fmt: skip
+                   optimizer=options.optimizers[pick[7]], overlap=options.overlaps[pick[8]],
+                   data=data, threads=threads)  # fmt: skip
     return plan if not wishes else _granted(plan, wishes)
 
 

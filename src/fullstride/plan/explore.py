@@ -28,7 +28,7 @@ data parallelism alone, which this version runs."""
 HOPELESS = 1.3
 """A layout so many times slower than the best one after its first round is not improved further."""
 ROUNDS, POLISHES = 4, 2
-_SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST, _LOSS, _COMPILE, _OPTIMIZER = range(8)
+_SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST, _LOSS, _COMPILE, _OPTIMIZER, _OVERLAP = range(9)
 _ORDER = (_RECOMPUTE, _SHARD, _MICRO, _PIPELINE, _RECOMPUTE)
 """The choices that a descent goes through; the others are left to the polish."""
 
@@ -121,7 +121,8 @@ class _Layout:
         """The choices that act on one another two at a time, the others one at a time; whether anything improved."""
         assert self.best is not None, "a polish starts somewhere"
         start = self.best
-        picks = [_with(start, axis, n) for axis in (_LOSS, _COMPILE, _OPTIMIZER) for n in range(len(self.options[axis]))]
+        alone = (_LOSS, _COMPILE, _OPTIMIZER, _OVERLAP)
+        picks = [_with(start, axis, n) for axis in alone for n in range(len(self.options[axis]))]
         for one, other in combinations((_SHARD, _MICRO, _PIPELINE, _RECOMPUTE, _CAST), 2):
             for a in range(len(self.options[one])):
                 picks += [_with(_with(start, one, a), other, b) for b in range(len(self.options[other]))]

@@ -14,6 +14,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan import limits
 from fullstride.plan.axes import Wishes, layers_for
+from fullstride.plan.cost import inside
 from fullstride.plan.defaults import AUTOCAST, weights_cast
 from fullstride.plan.estimate import Candidate, Estimate
 from fullstride.plan.placement import devices_per_node
@@ -39,7 +40,8 @@ def vary(plan: Plan, wishes: Wishes, spec: ModelSpec, *, lay_out: bool = True) -
         precision = AUTOCAST if shard.carrier == "ddp" else weights_cast(batch.accumulation, shard.carrier)
     elif precision == AUTOCAST and plan.shard.carrier == "ddp" and shard.carrier != "ddp":
         precision = weights_cast(batch.accumulation, shard.carrier)
-    changed = replace(plan, layout=layout, shard=shard, batch=batch, pipeline=pipeline, precision=precision)
+    overlap = plan.overlap if layout.tp > 1 else replace(plan.overlap, tensor=False)
+    changed = replace(plan, layout=layout, shard=shard, batch=batch, pipeline=pipeline, precision=precision, overlap=overlap)
     for key, value in wishes.items():
         part, _, entry = key.partition(".")
         if part not in _DERIVED:
@@ -129,6 +131,9 @@ def changes_of(plan: Plan, spec: ModelSpec, cluster: Cluster) -> list[tuple[str,
         found.append(("FSDP2" if other == "fsdp2" else "flat buffers", {"shard.carrier": other}))
     micro = plan.batch.micro_batch
     found += [(f"micro-batch {n} for {micro}", {"batch.micro_batch": n}) for n in (micro // 2, micro * 2) if n]
+    if inside.overlaps(cluster, layout.tp):
+        words = "tensor parallelism after its products" if plan.overlap.tensor else "tensor parallelism beside its products"
+        found.append((words, {"overlap.tensor": not plan.overlap.tensor}))
     modes = [mode for mode in ("none", "norm_activation", "full") if mode != plan.recompute.mode]
     found += [(f"recompute {mode.replace('_', '+')}", {"recompute.mode": mode}) for mode in modes]
     if layout.pp > 1:

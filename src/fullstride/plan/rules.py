@@ -439,6 +439,8 @@ def inert(plan: Plan) -> tuple[str, ...]:
         found.append(f"loss.chunk_tokens = {plan.loss.chunk_tokens} has no effect with loss.kind = 'model'")
     if plan.shard.stage != 3 and plan.overlap.prefetch != Overlap().prefetch:
         found.append(f"overlap.prefetch = {plan.overlap.prefetch} has no effect below ZeRO-3")
+    if plan.layout.tp == 1 and plan.overlap.tensor:
+        found.append("overlap.tensor = true has no effect without tensor parallelism")
     if plan.shard.carrier != "ddp" and plan.overlap.bucket_bytes != Overlap().bucket_bytes:
         found.append(f"overlap.bucket_bytes = {plan.overlap.bucket_bytes} has no effect without ddp")
     if plan.data.workers == 0 and plan.data.prefetch != Data().prefetch:

@@ -157,6 +157,8 @@ def _degrees(plan: Plan) -> list[str]:
     layout, pipe = plan.layout, plan.pipeline
     schedule = f" {pipe.schedule}" + (f" x {pipe.chunks}" if pipe.chunks > 1 else "")
     found = [f"{axis} {size}" for axis in ("tp", "cp", "ep") if (size := getattr(layout, axis)) > 1]
+    if layout.tp > 1 and plan.overlap.tensor:
+        found[0] += " overlapped"
     return found + ([f"pp {layout.pp}{schedule}"] if layout.pp > 1 else [])
 
 

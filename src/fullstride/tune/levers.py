@@ -14,7 +14,7 @@ import msgspec
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Batch, Carrier, Layout, Overlap, Plan, Precision, Shard
+from fullstride.plan.plan import Batch, Carrier, Overlap, Plan, Precision, Shard
 
 
 class Move(Value, frozen=True, kw_only=True):
@@ -93,9 +93,10 @@ def _zero(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
     if ranks == 1:
         return
     now = _sharding(plan.shard)
-    choices = [(Shard(carrier="ddp", stage=0), Layout(dp_replicate=ranks))]
+    alone, together = (msgspec.structs.replace(plan.layout, dp_replicate=ranks // size, dp_shard=size) for size in (1, ranks))
+    choices = [(Shard(carrier="ddp", stage=0), alone)]
     carrier: Carrier = "flat" if plan.shard.carrier == "flat" else "fsdp2"
-    choices += [(Shard(carrier=carrier, stage=stage), Layout(dp_shard=ranks)) for stage in (1, 2, 3)]
+    choices += [(Shard(carrier=carrier, stage=stage), together) for stage in (1, 2, 3)]
     for shard, layout in choices:
         if _sharding(shard) != now:
             yield Move(plan=replaced(plan, shard=shard, layout=layout), words=f"{now} -> {_sharding(shard)}")
@@ -200,6 +201,14 @@ def _buckets(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
             yield Move(plan=replaced(plan, overlap=new), words=words)
 
 
+def _tensor_overlap(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
+    if plan.layout.tp == 1:
+        return
+    new = msgspec.structs.replace(plan.overlap, tensor=not plan.overlap.tensor)
+    where = "beside" if new.tensor else "between"
+    yield Move(plan=replaced(plan, overlap=new), words=f"exchange of tensor parallelism {where} products")
+
+
 LEVERS: tuple[Lever, ...] = (
     Lever(
         name="micro-batch",
@@ -259,5 +268,11 @@ LEVERS: tuple[Lever, ...] = (
     Lever(name="cpu threads", attacks="idle cores", changes=_threads, needs="a rank has all of its cores already"),
     Lever(name="prefetch", attacks="waits for gathered weights", changes=_prefetch, needs="applies to ZeRO-3 only"),
     Lever(name="buckets", attacks="exposed gradient reduction", changes=_buckets, needs="applies to DDP only"),
+    Lever(
+        name="tensor overlap",
+        attacks="exposed communication of tensor parallelism",
+        changes=_tensor_overlap,
+        needs="needs several tensor-parallel ranks",
+    ),
 )
 """All levers."""

@@ -62,6 +62,11 @@ def _hidden(seconds: float, share: float, contention: float) -> float:
     return seconds * (1 - share + contention * share)
 
 
+def overlaps(cluster: Cluster, tp: int) -> bool:
+    """Whether exchange over `tp` ranks can run beside products: a CPU's cores do both."""
+    return tp > 1 and cluster.device.kind != "cpu"
+
+
 def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
     """Tensor parallelism: after each product cut along its inner size the parts are summed (Shoeybi et al., arXiv 1909.08053).
 
@@ -77,7 +82,8 @@ def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
         seconds = rates.collective_seconds(cluster, op, size, tp, per_node=near).seconds  # type: ignore[arg-type]
         return seconds + cluster.reached.meet_seconds
 
-    share = cluster.reached.tensor_hidden if plan.overlap.tensor and part.group == "blocks" else 0.0
+    wanted = plan.overlap.tensor and part.group == "blocks" and overlaps(cluster, tp)
+    share = cluster.reached.tensor_hidden if wanted else 0.0
     if plan.shard.carrier in OTHERS:
         return _others(part, plan, one, share, contention)
     seconds, shown = dict.fromkeys(("forward", "backward", "input", "again"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
