@@ -13,7 +13,7 @@ from fullstride.plan.ledger.local import local_of
 from fullstride.plan.ledger.reserved import FRAGMENTATION
 from fullstride.plan.ledger.table import ledger, moments_of, peak_device_bytes, peak_of
 from fullstride.plan.ledger.totals import chance, fullest, static_bytes, totals
-from fullstride.plan.plan import Adapter, Batch, Compile, Layout, Loss, Optimizer, Pipeline, Recompute, Shard, Workload
+from fullstride.plan.plan import Adapter, Batch, Compile, Layout, Loss, Optimizer, Overlap, Pipeline, Recompute, Shard, Workload
 from fullstride.plan.stages import blocks_per_stage, stages_of
 
 GPUS = gpus()
@@ -101,6 +101,28 @@ def test_in_flight_copies_follow_the_schedule(pp, m, schedule):
     for rank in range(pp):
         count = {"gpipe": m, "1f1b": min(m, pp - rank), "zb-h1": min(m, pp)}[schedule]
         assert sums(plan, spec, "activations", stage=rank, name="mlp.activation") == pytest.approx(2 * count * each)
+
+
+def test_parts_of_a_product_stand_beside_it_where_exchange_is_overlapped():
+    spec, beside = llama(), Overlap(tensor=True)
+    plan = plan_for(layout=Layout(tp=2, dp_shard=2), overlap=beside)
+    widest = max(m.n for s in spec.stacks[0].sublayers for m in s.matmuls)
+    parts = "parts of one product"
+    assert sums(plan, spec, "temporary", name=parts) == 2 * 64 * max(spec.hidden_size, widest // 2) * 2
+    assert sums(replace(plan, overlap=Overlap()), spec, "temporary", name=parts) == 0
+    assert sums(plan_for(layout=Layout(dp_shard=4), overlap=beside), spec, "temporary", name=parts) == 0
+
+
+def test_selective_recomputation_keeps_a_regions_sum_in_the_place_of_its_term():
+    spec = llama()
+    cut, whole = (
+        plan_for(layout=Layout(tp=2, dp_shard=2, sequence_parallel=cut), recompute=Recompute(mode="norm_activation"))
+        for cut in (True, False)
+    )
+    stream = 2 * 64 * spec.hidden_size * 2
+    for name in ("attn.out", "mlp.down"):
+        assert sums(whole, spec, "activations", name=name) == spec.num_blocks * stream
+        assert sums(cut, spec, "activations", name=name) == spec.num_blocks * stream / 2
 
 
 def test_stages_with_their_own_micro_batches():

@@ -77,13 +77,18 @@ class Border:
         """Begin to sum one part's terms."""
         return start_reduce_scatter(rows, self.ranks) if self.sequence else start_all_reduce(rows, self.ranks)
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[samples, seq, width] of parts as they were gathered, or as they came from `rows`."""
+    def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """[samples, seq, width] of parts as they were gathered, or as they came from `rows`; the list lets go of them."""
         if not self.sequence:
-            return torch.cat(tuple(parts), dim=1)
-        ranks = self.ranks.size
-        apart = [part.view(ranks, part.shape[0] // ranks, *part.shape[1:]).transpose(0, 1) for part in parts]
-        return torch.cat(apart, dim=2).flatten(1, 2)
+            whole = torch.cat(parts, dim=1)
+        elif len(parts) == 1:
+            whole = sequence_back(parts[0], self.ranks.size)
+        else:
+            ranks = self.ranks.size
+            apart = [part.view(ranks, part.shape[0] // ranks, *part.shape[1:]).transpose(0, 1) for part in parts]
+            whole = torch.cat(apart, dim=2).flatten(1, 2)
+        parts.clear()
+        return whole
 
 
 def finish(started: Sequence[torch.Tensor]) -> torch.Tensor:

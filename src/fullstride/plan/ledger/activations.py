@@ -10,7 +10,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.plan.adapted import adapted
 from fullstride.plan.estimate import MomentName, Row, RowKind
 from fullstride.plan.facts import Part, compute_bytes, once, residual_bytes
-from fullstride.plan.ledger.local import Local
+from fullstride.plan.ledger.local import FUSED, Local
 from fullstride.plan.ledger.row import STANDING, row
 
 
@@ -124,6 +124,19 @@ def block_gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     size += local.stream_tokens * 2 * local.spec.hidden_size * residual_bytes(plan)
     source = "widest product + 2 x residual stream"
     return (row("gradients of one block's activations", "temporary", size, source, ("backward", "backward_end")),)
+
+
+def border_parts(local: Local, cluster: Cluster) -> tuple[Row, ...]:
+    """Parts of a product, or of a gathered gradient, that stand beside what is put together from them (`overlap.tensor`)."""
+    plan = local.plan
+    if not plan.overlap.tensor or plan.layout.tp == 1 or plan.shard.carrier in FUSED:
+        return ()
+    products = [
+        m.n * m.rows_per_token for part in local.blocks for s in part.sublayers if s.kind == "linear" for m in s.matmuls
+    ]
+    widest = max([local.spec.hidden_size, *(elements / plan.layout.tp for elements in products)])
+    size = local.micro_tokens * widest * compute_bytes(plan)
+    return (row("parts of one product", "temporary", size, "widest product / tp, or hidden", ("backward", "backward_end")),)
 
 
 def _width(local: Local, elements: float) -> float:

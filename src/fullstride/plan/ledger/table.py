@@ -21,6 +21,7 @@ KEPT: tuple[RowMaker, ...] = (
     activations.block_inputs,
     activations.recomputed,
     activations.block_gradients,
+    activations.border_parts,
     logits,
     activations.pipeline_buffers,
 )
