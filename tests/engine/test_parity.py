@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from fullstride.engine import parity
-from fullstride.engine.parity import Outcome, Record, differences, reference, run_cases
+from fullstride.engine.parity import Outcome, Record, _require_finite, differences, fresh_model, reference, run_cases
 from fullstride.engine.parity_cases import make_case
 from fullstride.engine.parity_draws import SETTINGS, all_pairs, draw, draw_cases, listed, settings_of
 from fullstride.plan.plan import Loss, Recompute
@@ -147,3 +147,17 @@ def test_settings_that_say_nothing_do_not_count_as_reached():
 def test_draws_are_decided_by_the_seed():
     first, again, other = (draw_cases(random.Random(seed), 5, 2) for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_a_reference_that_is_not_finite_is_no_reference():
+    _require_finite(Record({"loss/0": torch.tensor(1.0)}))
+    with pytest.raises(ValueError, match="the reference's own loss/1 is not finite"):
+        _require_finite(Record({"loss/0": torch.tensor(1.0), "loss/1": torch.tensor(float("nan"))}))
+
+
+def test_a_tied_head_with_a_bias_leaves_the_shared_weight_to_its_first_name():
+    case = make_case("phi", tied=True)
+    one, other = fresh_model(case), fresh_model(replace(case, tied=False))
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert torch.equal(one.lm_head.weight, other.model.embed_tokens.weight)
+    assert torch.equal(one.lm_head.bias, other.lm_head.bias)

@@ -18,6 +18,7 @@ CASES = {
         make_case("gpt2", pp=2, schedule="zb-h1", accumulation=4, micro_batch=1, recompute=FULL),
         make_case("plain", tied=True, pp=2, schedule="zb-h1", accumulation=2, micro_batch_per_stage=(1, 2), recompute=PART),
         make_case("mixtral", pp=2, schedule="zb-h1", accumulation=2, dtype="fp32"),
+        make_case("phi", tied=True, pp=2, accumulation=2),  # a tied head with a bias of its own
         make_case("plain", tied=True, pp=2, schedule="interleaved", chunks=3, layers=6, accumulation=4, micro_batch=1),
         make_case("plain", pp=2, schedule="bfs", chunks=2, layers=5, accumulation=2, micro_batch_per_stage=(1, 2, 2, 4)),
         make_case("gpt2", tied=True, pp=2, schedule="zb-v", chunks=2, layers=4, accumulation=4, micro_batch=1, loss=CHUNKS),

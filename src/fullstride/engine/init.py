@@ -6,6 +6,7 @@ layers), with the generator seeded from the run's seed and the module's path. On
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 
@@ -81,13 +82,29 @@ def initialise(model: nn.Module, unit: Unit, fresh: set[int], places: Places, se
             parent = not own and inside and any(True for _ in module.parameters())
             if mine or parent:
                 torch.manual_seed(seed_of(seed, path))
-                _initialise_module(model, module, bool(mine))
+                with _aside(module, [n for n in own if n not in mine] if mine else []):
+                    _initialise_module(model, module, bool(mine))
             if any(bool(own[name].isnan().any()) for name in mine):
                 where = path or "the model"
                 raise BadInput(
                     f"{where} ({type(module).__name__}) has parameters that nothing initialises: {', '.join(mine)}",
                     fix="give the class a reset_parameters method, or the model an _init_weights(module)",
                 )
+
+
+@contextlib.contextmanager
+def _aside(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Something else stands in the place of a module's parameters: what has its values, from its first name or a user, keeps
+    them when the rest of the module (the bias of a tied head, say) gets its own.
+    """
+    kept = {name: module._parameters[name] for name in names}
+    for name, param in kept.items():
+        assert param is not None
+        module._parameters[name] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
 
 
 def _initialise_module(model: nn.Module, module: nn.Module, owns: bool) -> None:

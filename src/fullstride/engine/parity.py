@@ -263,6 +263,12 @@ def _told_reference(case: Case) -> Record:
     return made
 
 
+def _require_finite(wanted: Record) -> None:
+    odd = next((key for key, value in wanted.items() if not bool(value.isfinite().all())), "")
+    if odd:
+        raise ValueError(f"the reference's own {odd} is not finite: there is nothing to compare with")
+
+
 def _from_there(case: Case, wanted: Record, found: Record) -> Record:
     """The reference's numbers with those of later steps taken at the Plan's own weights.
 
@@ -276,7 +282,9 @@ def _from_there(case: Case, wanted: Record, found: Record) -> Record:
 
 def check_case(case: Case) -> tuple[str, ...]:
     """Run a case on this rank and compare: one line for each number that strays here. Raises what the run raised."""
-    wanted, found = _told_reference(case), planned(copy.deepcopy(case))
+    wanted = _told_reference(case)
+    _require_finite(wanted)
+    found = planned(copy.deepcopy(case))
     errors = differences(case, wanted, found)
     if errors and case.plan.precision.master == "fp32":
         errors = differences(case, _from_there(case, wanted, found), found)
