@@ -67,12 +67,13 @@ CASES = {
 }
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted(CASES))
 def test_plans_with_adapters_equal_adapters_by_hand(ranks):
     """Frozen weights among it, which must be equal to the last bit, and the norm before clipping."""
-    outcomes = run_cases(CASES[ranks], ranks)
+    outcomes = run_cases(CASES[ranks], ranks, timeout_seconds=600)
     assert len(outcomes) == len(CASES[ranks])
     assert not [(o.name, o.errors) for o in outcomes if o.errors]
 

@@ -17,7 +17,7 @@ from fullstride.engine.parity_cases import Case, make_case
 from fullstride.engine.parity_models import FAMILIES, ONLY_FP32
 from fullstride.model.config import spec_from_config
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Loss, Recompute
+from fullstride.plan.plan import Adapter, Loss, Recompute
 from fullstride.plan.rules import check
 
 Choice: TypeAlias = dict[str, Any]
@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "every": (1, 2),
     "loss": ("model", "chunked"),
     "dtype": ("fp64", "fp32"),
+    "adapter": (False, True),
 }
 """What is drawn. Settings that say nothing in a case (a schedule without a pipeline) do not count as reached there."""
 TRIES = 600
@@ -85,6 +86,8 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
     split = choice["tp"] * choice["pp"]
     if ranks % split or (choice["family"] in ONLY_FP32 and choice["dtype"] == "fp64"):
         return None
+    if choice["adapter"] and split > 1:  # there is a rule, and this is quicker
+        return None
     data = ranks // split
     stage = 0 if data == 1 or choice["carrier"] == "ddp" else choice["stage"]
     if stage and data % choice["replicate"]:
@@ -114,6 +117,7 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
         layers_per_stage=(2, *(1,) * (stages - 1)) if choice["pp"] > 1 and more else (),
         micro_batch_per_stage=_sizes(choice["sizes"], stages) if choice["pp"] > 1 else (),
         layers=3 if choice["pp"] == 1 else stages + more,
+        adapter=_adapter(choice["family"]) if choice["adapter"] else None,
         tp=choice["tp"],
         sequence_parallel=choice["sequence"] or choice["tp"] == 1,
         overlap=choice["overlap"] and choice["tp"] > 1,
@@ -121,6 +125,11 @@ def case_of(choice: Choice, ranks: int, seed: int) -> Case | None:
         changes={"num_key_value_heads": 4} if choice["family"] == "phi3" and choice["tp"] == 4 else None,
     )
     return case if _allowed(case) else None
+
+
+def _adapter(family: str) -> Adapter:
+    """What plans adapt by default, but where names say nothing."""
+    return Adapter(rank=3, alpha=6.0, targets=("to_q", "back") if family == "modular" else Adapter().targets)
 
 
 def _sizes(way: str, stages: int) -> tuple[int, ...]:
