@@ -106,7 +106,7 @@ def cases(step=1):
         name = f"{shape}, tensor{' and sequence' if cut else ''}, {mode}, {kind} loss, {precision}"
         found[name] = (shape, made(layout, Shard(), mode, kind, precision_of(precision), 1))
     for shape, carried, mode, kind, precision, (micro, adapter) in itertools.islice(
-        itertools.product(*ADAPTERS), step // 2, None, step
+        itertools.product(*ADAPTERS), step // 2, None, 2 * step - 1
     ):
         plan = replace(data_parallel(carried, mode, kind, precision, micro), adapter=adapter)
         name = f"{shape}, {carried}, {mode}, {kind} loss, {precision}, {micro} micro-batches, {len(adapter.targets)} adapted"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,10 +116,10 @@ def _initialise_module(model: nn.Module, module: nn.Module, owns: bool) -> None:
     custom = getattr(model, "_init_weights", None)
     if callable(custom):
         custom(module)
-    adapters = getattr(module, "reset_lora_parameters", None)
-    if callable(adapters):  # PEFT's layers: what their children's own code made is no beginning for an adapter
-        for name in module.lora_A:
-            adapters(name, True)
+    layer: Any = module
+    if callable(getattr(layer, "reset_lora_parameters", None)):  # PEFT's: its children's own code is no start for an adapter
+        for name in layer.lora_A:
+            layer.reset_lora_parameters(name, True)
 
 
 def _postorder(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
