@@ -52,6 +52,14 @@ GPT2 = {
     "attn_pdrop": 0.0,
 }
 SHAPES = {"llama": LLAMA, "llama tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2}
+DENSE = tuple(SHAPES)
+SHAPES["mixtral"] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODES = ("none", "norm_activation", "full")
 SETTLED = ("weights", "master", "optimizer")
 
@@ -85,10 +93,10 @@ def made(layout, shard, mode, kind, precision, accumulation, **parts):
 
 
 CARRIERS = {"DDP": (0, "ddp")} | {f"{c} ZeRO {n}": (n, c) for c in ("fsdp2", "flat") for n in (1, 2, 3)}
-CHOICES = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), (1, 2))
-PIPES = (tuple(SHAPES), MODES, ("fp32", "autocast"))
-ADAPTERS = (tuple(SHAPES), tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), ((1, ALL), (2, SOME)))
-TENSOR = (tuple(SHAPES), (True, False), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"))
+CHOICES = (DENSE, tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), (1, 2))
+PIPES = (DENSE, MODES, ("fp32", "autocast"))
+ADAPTERS = (DENSE, tuple(CARRIERS), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"), ((1, ALL), (2, SOME)))
+TENSOR = (DENSE, (True, False), MODES, ("model", "chunked"), ("fp32", "autocast", "weights"))
 
 
 def cases(step=1):
@@ -111,6 +119,10 @@ def cases(step=1):
         plan = replace(data_parallel(carried, mode, kind, precision, micro), adapter=adapter)
         name = f"{shape}, {carried}, {mode}, {kind} loss, {precision}, {micro} micro-batches, {len(adapter.targets)} adapted"
         found[name] = (shape, plan)
+    for cut, mode in itertools.product((True, False), MODES):
+        name = f"mixtral, tensor{' and sequence' if cut else ''}, {mode}, chunked loss, fp32"
+        layout = Layout(tp=2, sequence_parallel=cut)
+        found[name] = ("mixtral", made(layout, Shard(), mode, "chunked", FP32, 1))
     specs = {name: spec_from_config(config, name) for name, config in SHAPES.items()}
     return {name: (shape, plan) for name, (shape, plan) in found.items() if not check(plan, specs[shape])}
 

@@ -127,6 +127,18 @@ def master_bytes(plan: Plan) -> int:
     return BYTES[plan.precision.master]
 
 
+OTHER_CARRIERS = ("megatron", "deepspeed")
+"""Carriers of other frameworks."""
+
+
+def experts_cut(plan: Plan, others: int) -> int:
+    """Ranks over which experts' weights are spread: `others`, but for this engine without expert parallelism the
+    tensor-parallel ranks, each of which has a part of every expert's width.
+    """
+    own = plan.layout.ep == 1 and plan.shard.carrier not in OTHER_CARRIERS
+    return plan.layout.tp if own else others
+
+
 def residual_bytes(plan: Plan) -> int:
     """Bytes of an element of the residual stream: the embedding's own dtype under autocast."""
     return BYTES[plan.precision.master] if plan.precision.cast == "autocast" else BYTES[plan.precision.block]

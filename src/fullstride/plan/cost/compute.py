@@ -10,7 +10,7 @@ from fullstride.plan.cost.lanes import again, busiest
 from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import FUSED, gradient_traffic, thread_factor
 from fullstride.plan.estimate import Confidence, Term, TermKind
-from fullstride.plan.facts import BYTES
+from fullstride.plan.facts import BYTES, experts_cut
 from fullstride.plan.plan import Plan
 
 SEPARATE_PASSES = {"megatron": 6.0, "deepspeed": 12.0}
@@ -83,12 +83,13 @@ def stepped_parameters(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
         if not h.part.parameters:
             continue
         here = local_parameters(h.part, plan) * h.part.trainable / h.part.parameters
-        sparse = expert_weights(h.part) / layout.ep
+        cut = experts_cut(plan, layout.ep)
+        sparse = expert_weights(h.part) / cut
         if plan.adapter.rank:
             width = sum(m.n + m.k for s in h.part.sublayers for m in s.matmuls if m.groups == 1)
             here, sparse = plan.adapter.rank * width / layout.tp, 0.0
         apart = min(sparse, here)
-        total += h.many * ((here - apart) / shared + apart / max(1, shared * layout.tp // layout.ep))
+        total += h.many * ((here - apart) / shared + apart / max(1, shared * layout.tp // cut))
     return total
 
 

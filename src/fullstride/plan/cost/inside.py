@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.plan.cost.exchanges import exchanges, stream_width
-from fullstride.plan.facts import Part, compute_bytes, micro_tokens
+from fullstride.plan.facts import OTHER_CARRIERS, Part, compute_bytes, experts_cut, micro_tokens
 from fullstride.plan.plan import Plan
 
 
@@ -24,8 +24,6 @@ class Moved(NamedTuple):
 
 
 NOTHING = Moved()
-OTHERS = ("megatron", "deepspeed")
-"""Carriers of other frameworks."""
 
 
 def ranks_inside(plan: Plan, cluster: Cluster, axis: str) -> int:
@@ -55,7 +53,7 @@ def expert_weights(part: Part) -> int:
 def local_parameters(part: Part, plan: Plan) -> float:
     """Elements of one of these parts on one rank, before any sharding by data ranks."""
     sparse = expert_weights(part)
-    return (part.parameters - sparse) / plan.layout.tp + sparse / plan.layout.ep
+    return (part.parameters - sparse) / plan.layout.tp + sparse / experts_cut(plan, plan.layout.ep)
 
 
 def _hidden(seconds: float, share: float, contention: float) -> float:
@@ -84,7 +82,7 @@ def tensor(part: Part, plan: Plan, cluster: Cluster) -> Moved:
 
     wanted = plan.overlap.tensor and part.group == "blocks" and overlaps(cluster, tp)
     share = cluster.reached.tensor_hidden if wanted else 0.0
-    if plan.shard.carrier in OTHERS:
+    if plan.shard.carrier in OTHER_CARRIERS:
         return _others(part, plan, one, share, contention)
     seconds, shown = dict.fromkeys(("forward", "backward", "input", "again"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
     for item in exchanges(part, plan):

@@ -14,7 +14,7 @@ from fullstride.model.saved import cost_of
 from fullstride.model.spec import Attention, Matmul, ModelSpec, Sublayer
 from fullstride.plan.cost import inside
 from fullstride.plan.estimate import Confidence
-from fullstride.plan.facts import BYTES, Part, compute_bytes, micro_tokens, once, parts
+from fullstride.plan.facts import BYTES, Part, compute_bytes, experts_cut, micro_tokens, once, parts
 from fullstride.plan.plan import Plan
 
 T = TypeVar("T")
@@ -282,7 +282,7 @@ def gradient_traffic(plan: Plan, spec: ModelSpec) -> float:
     size, micro = compute_bytes(plan), plan.batch.accumulation
     dense = sum(p.count * (p.matmul_weights - inside.expert_weights(p)) for p in parts(spec))
     sparse = sum(p.count * inside.expert_weights(p) for p in parts(spec))
-    weights = (dense / plan.layout.tp + sparse / plan.layout.ep) / plan.layout.pp
+    weights = (dense / plan.layout.tp + sparse / experts_cut(plan, plan.layout.ep)) / plan.layout.pp
     if plan.adapter.rank:  # frozen: no gradients; autocast narrows them in each forward
         return weights * (4 + size) * micro if plan.precision.cast == "autocast" else 0.0
     total = 0.0

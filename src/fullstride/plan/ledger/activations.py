@@ -9,8 +9,8 @@ from __future__ import annotations
 from fullstride.cluster.cluster import Cluster
 from fullstride.plan.adapted import adapted
 from fullstride.plan.estimate import MomentName, Row, RowKind
-from fullstride.plan.facts import Part, compute_bytes, once, residual_bytes
-from fullstride.plan.ledger.local import FUSED, Local
+from fullstride.plan.facts import OTHER_CARRIERS, Part, compute_bytes, once, residual_bytes
+from fullstride.plan.ledger.local import Local
 from fullstride.plan.ledger.row import STANDING, row
 
 
@@ -129,7 +129,7 @@ def block_gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
 def border_parts(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """Parts of a product, or of a gathered gradient, that stand beside what is put together from them (`overlap.tensor`)."""
     plan = local.plan
-    if not plan.overlap.tensor or plan.layout.tp == 1 or plan.shard.carrier in FUSED:
+    if not plan.overlap.tensor or plan.layout.tp == 1 or plan.shard.carrier in OTHER_CARRIERS:
         return ()
     products = [
         m.n * m.rows_per_token for part in local.blocks for s in part.sublayers if s.kind == "linear" for m in s.matmuls

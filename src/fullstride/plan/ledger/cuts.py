@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import ceil
 
 from fullstride.model.spec import Parameter, Saved, Sublayer
+from fullstride.plan.facts import OTHER_CARRIERS, experts_cut
 from fullstride.plan.plan import Layout, Plan
 
 ROW = ("out", "down", "o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "wo", "w2", "linear_proj", "linear_fc2")
@@ -41,12 +42,14 @@ def local_elements(parameter: Parameter, sublayer: Sublayer, plan: Plan, vocab: 
     """Elements of a parameter on one rank (before ZeRO)."""
     layout, count = plan.layout, parameter.count
     if parameter.role == "expert":
-        return count // (layout.ep * layout.expert_tp)
+        return count // experts_cut(plan, layout.ep * layout.expert_tp)
     if parameter.role in ("embedding", "head"):
         if parameter.shape[0] != vocab:  # positions
             return count
         return count // vocab * (padded_vocabulary(plan, vocab) // layout.tp)
     if parameter.role in ("norm", "router") or last_name(sublayer) in WHOLE:
+        return count
+    if sublayer.name == "attn.q" and plan.shard.carrier not in OTHER_CARRIERS:  # of latent attention alone
         return count
     if parameter.role == "bias" and is_row(sublayer):
         return count

@@ -11,8 +11,10 @@ from fullstride.model.saved import dtype_bytes, is_kept
 from fullstride.model.spec import ModelSpec, Saved, Stack, Sublayer
 from fullstride.plan.adapted import adapted
 from fullstride.plan.facts import (
+    OTHER_CARRIERS,
     Part,
     compute_bytes,
+    experts_cut,
     fixed_bytes,
     micro_tokens,
     once,
@@ -28,8 +30,13 @@ from fullstride.plan.stages import stages_of
 
 AGAIN = re.compile(r"\.compute\.\d+$")
 """Names of second and further narrow copies of one tensor."""
-FUSED = ("megatron", "deepspeed")
-"""Carriers of other frameworks."""
+WHOLE_INPUTS = (
+    *("attn.q", "attn.q_norm", "attn.q_b", "attn.kv_a", "attn.kv_norm", "attn.kv_b"),
+    *("shared.gate_up", "shared.up", "shared.join"),
+)
+"""Sublayers inside a region that read what is not cut."""
+WHOLE_ROWS = ("rows", "order", "rows_sorted", "down_proj", "shares_sorted", "inverse")
+"""What experts keep of each row whose width is not cut."""
 NOTHING = Part(
     group="head", path="", first=0, count=0, parameters=0, trainable=0, tensors=0, largest=0, matmul_weights=0, sublayers=()
 )
@@ -101,7 +108,7 @@ class Local:
         layout = self.plan.layout
         if self.shards == 1:
             return 1
-        return max(1.0, self.shards * layout.tp / (layout.ep * layout.expert_tp))
+        return max(1.0, self.shards * layout.tp / experts_cut(self.plan, layout.ep * layout.expert_tp))
 
     def over_shards(self, total: float, experts: float) -> float:
         """What of `total` elements (of which `experts` are experts') lies on one rank of those that share states."""
@@ -186,6 +193,8 @@ class Local:
         """
         if sublayer.kind == "linear" and AGAIN.search(item.name):
             return 0.0
+        if self.plan.layout.ep == 1 and _whole_in_region(item, sublayer):
+            return 1.0 / self.plan.layout.cp
         return 1.0 / self.plan.layout.cp if sublayer.kind == "head" else share
 
     def scores(self, sublayer: Sublayer) -> float:
@@ -232,7 +241,7 @@ class Local:
             found.append(self.products(sublayer, before))
             before += len(sublayer.matmuls)
         last = max((index for index, s in enumerate(part.sublayers) if s.matmuls), default=0)
-        if self.plan.layout.tp > 1 and self.plan.shard.carrier not in FUSED and part.experts:
+        if self.plan.layout.tp > 1 and self.plan.shard.carrier not in OTHER_CARRIERS and part.experts:
             found[last] += self.stream_tokens * self.spec.hidden_size * compute_bytes(self.plan)  # the experts' sum over ranks
         if self.plan.compile.mode == "block" and found:
             found[last] = 0.0
@@ -244,10 +253,25 @@ class Local:
         if not self.is_cut and not self.plan.pipeline.micro_batch_per_stage:
             return product_bytes(sublayer, self.plan, before)
         whole = product_bytes(sublayer, self.plan, before) * self.micro_tokens / micro_tokens(self.plan)
+        if sublayer.kind == "experts" and layout.ep == 1 and self.plan.shard.carrier not in OTHER_CARRIERS:
+            down = sublayer.matmuls[-1]  # each rank makes a term of all rows
+            term = down.n * down.rows_per_token * self.micro_tokens * compute_bytes(self.plan)
+            return (whole - term) / layout.tp + term
+        if sublayer.name in ("attn.q", "attn.kv_a") and self.plan.shard.carrier not in OTHER_CARRIERS:
+            return whole
         row = sublayer.kind == "linear" and last_name(sublayer) in ("out", "down")
         closes = self.plan.shard.carrier == "megatron" or not sublayer.name.startswith("shared.")
         summed = layout.sequence_parallel and closes  # the sum over the ranks is kept in its place, cut along the sequence
         return whole if row and not summed else whole / layout.tp
+
+
+def _whole_in_region(item: Saved, sublayer: Sublayer) -> bool:
+    """Whether every rank has it whole: what routing, and the columns of shared experts, read inside a region of experts, rows
+    sorted by expert, and terms; and all up to the expansion of latents, which every rank makes.
+    """
+    if sublayer.kind == "experts":
+        return item.name in WHOLE_ROWS
+    return sublayer.kind == "router" or sublayer.name in WHOLE_INPUTS
 
 
 def for_frozen(item: Saved, sublayer: Sublayer, num_adapted: int) -> bool:
