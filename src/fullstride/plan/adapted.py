@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fullstride.model.spec import Matmul, ModelSpec, Sublayer
+from fullstride.model.flops import train_flops_per_token
+from fullstride.model.spec import FlopConvention, Matmul, ModelSpec, Sublayer
 from fullstride.plan.plan import Adapter, Plan
 
 _UNGATED = {"up": "gate_up"}
@@ -25,6 +26,22 @@ def adapted(plan: Plan, sublayer: Sublayer) -> tuple[Matmul, ...]:
     if plan.adapter.rank == 0 or sublayer.kind != "linear":
         return ()
     return tuple(m for m in sublayer.matmuls if is_target(plan.adapter.targets, sublayer.name, m.name))
+
+
+def step_flops_per_token(plan: Plan, spec: ModelSpec, convention: FlopConvention) -> float:
+    """FLOP of one trained token: three times the forward; with adapters no product for the gradient of a frozen weight, and the
+    adapter's own two.
+    """
+    length = plan.workload.sequence_length
+    total = train_flops_per_token(spec, length, convention)
+    if plan.adapter.rank == 0:
+        return total
+    parts = [(1, spec.embedding), *((stack.count, stack.sublayers) for stack in spec.stacks), (1, spec.tail)]
+    for count, sublayers in parts:
+        for sublayer in sublayers:
+            total -= count * sum(2.0 * m.n * m.k * m.rows_per_token for m in sublayer.matmuls)
+            total += count * sum(3 * 2.0 * plan.adapter.rank * (m.n + m.k) for m in adapted(plan, sublayer))
+    return total
 
 
 def unmet(targets: tuple[str, ...], products: tuple[tuple[str, str], ...]) -> str:

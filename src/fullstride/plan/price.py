@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from fullstride.cluster.cluster import Cluster
-from fullstride.model.flops import train_flops_per_token
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.adapted import step_flops_per_token
 from fullstride.plan.cost.table import terms
 from fullstride.plan.estimate import Estimate, Term
 from fullstride.plan.facts import once
@@ -126,7 +126,7 @@ def _mfu(plan: Plan, spec: ModelSpec, cluster: Cluster, rate: float) -> tuple[fl
     whole = peak.value * plan.layout.world_size
     full, causal = once(
         spec,
-        ("flops", length),
-        lambda: (train_flops_per_token(spec, length, "full"), train_flops_per_token(spec, length, "causal")),
+        ("flops", length, plan.adapter),
+        lambda: (step_flops_per_token(plan, spec, "full"), step_flops_per_token(plan, spec, "causal")),
     )
     return rate * full / whole, rate * causal / whole

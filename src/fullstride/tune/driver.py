@@ -29,8 +29,8 @@ from fullstride.measure.compare import compare_rounds
 from fullstride.measure.measurement import Comparison, Form, Measurement, MemoryUse, Round, Share, Verdict
 from fullstride.measure.protocol import CHECKED_STEPS, Protocol, Settings, Solo, Stop, Visit, is_steady, not_finite, strays
 from fullstride.measure.stats import Clock, trimmed_mean
-from fullstride.model.flops import train_flops_per_token
 from fullstride.model.spec import ModelSpec
+from fullstride.plan.adapted import step_flops_per_token
 from fullstride.plan.plan import Plan
 from fullstride.rundir import Failure, Reply, RunDir
 
@@ -188,10 +188,7 @@ class Driver:
     def _flops(self, plan: Plan) -> Flops | None:
         if self.spec is None:
             return None
-        length = plan.workload.sequence_length
-        return Flops(
-            full=train_flops_per_token(self.spec, length, "full"), causal=train_flops_per_token(self.spec, length, "causal")
-        )
+        return Flops(full=step_flops_per_token(plan, self.spec, "full"), causal=step_flops_per_token(plan, self.spec, "causal"))
 
     def release(self) -> None:
         """Let go of what is built, and of what is aside."""
