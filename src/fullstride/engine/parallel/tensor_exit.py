@@ -75,7 +75,7 @@ class Hold(torch.autograd.Function):
         ctx.transposed = transposed
         keep(ctx, hidden, (weight, bias))
         outs = weight.shape[1 if transposed else 0]
-        return hidden.view_as(hidden), hidden.new_zeros(()).expand(*hidden.shape[:-1], outs)
+        return hidden.view_as(hidden), hidden.new_empty(()).expand(*hidden.shape[:-1], outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
