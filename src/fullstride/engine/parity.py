@@ -50,7 +50,7 @@ BROKEN = "could not run:"
 """Begins the line of a case that raised."""
 LOST = "lost:"
 """Begins the line of a rank that ended without a word of its own."""
-FOLLOWS = "Connection closed by peer"
+FOLLOWS = ("Connection closed by peer", "Connection reset by peer")
 """What ranks say of another rank's end; listed after the reason."""
 
 
@@ -311,7 +311,11 @@ def run_cases(cases: tuple[Case, ...], ranks: int, *, timeout_seconds: float = 2
 def _lost_a_rank(outcome: Outcome) -> bool:
     """Whether nothing is known but that a rank is gone."""
     silent = any(LOST in line for line in outcome.errors)
-    return silent or (outcome.errors != () and all(FOLLOWS in line for line in outcome.errors))
+    return silent or (outcome.errors != () and all(_follows(line) for line in outcome.errors))
+
+
+def _follows(line: str) -> bool:
+    return any(words in line for words in FOLLOWS)
 
 
 def _run_group(cases: tuple[Case, ...], ranks: int, deadline: float) -> list[Outcome]:
@@ -329,7 +333,7 @@ def _run_group(cases: tuple[Case, ...], ranks: int, deadline: float) -> list[Out
             found = [_lines(Path(folder, f"errors-{index:04d}-{rank}")) for rank in range(ranks)]
             lines = [(end,) if mine is None else mine for mine, end in zip(found, ends, strict=True)]
             said = [f"rank {rank}: {line}" for rank, mine in enumerate(lines) for line in mine]
-            outcomes.append(Outcome(name=case.name, errors=tuple(sorted(said, key=lambda line: FOLLOWS in line))))
+            outcomes.append(Outcome(name=case.name, errors=tuple(sorted(said, key=_follows))))
             if None in found or any(BROKEN in line for line in said):
                 break
     return outcomes
