@@ -8,7 +8,7 @@ from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.cost.compute import optimizer, stepped_parameters, term
-from fullstride.plan.cost.inside import data_inside, expert_weights, local_parameters
+from fullstride.plan.cost.inside import adapter_parameters, data_inside, expert_weights, local_parameters, trained_parameters
 from fullstride.plan.cost.lanes import Held, again, busiest
 from fullstride.plan.cost.pieces import FUSED
 from fullstride.plan.estimate import Confidence, Term
@@ -54,7 +54,7 @@ def volumes(plan: Plan, spec: ModelSpec) -> Volumes:
     With m micro-batches: DDP and ZeRO-1 2P (gathered once, reduced once); ZeRO-2 (m + 1)P (gathered once, reduced for each);
     ZeRO-3 3mP where all is freed after forward.
     """
-    count, trained, micro = num_parameters(spec), num_trainable(spec), plan.batch.accumulation
+    count, trained, micro = num_parameters(spec), _trained(plan, spec), plan.batch.accumulation
     if plan.shard.carrier == "none":
         return Volumes(gathered=0.0, reduced=0.0, all_reduced=0.0)
     if plan.shard.carrier == "ddp":
@@ -62,7 +62,20 @@ def volumes(plan: Plan, spec: ModelSpec) -> Volumes:
     gathers, rounds = _rounds(plan)
     again = sum(num_resharded(plan, part) * part.parameters for part in parts(spec) if not _looked_up(plan, part.group))
     across = 2.0 * trained / plan.layout.dp_shard * rounds if plan.layout.dp_replicate > 1 else 0.0
-    return Volumes(gathered=float(gathers * count + micro * again), reduced=float(rounds * trained), all_reduced=across)
+    sent = trained if _keeps_frozen(plan) else count + (trained if plan.adapter.rank else 0)
+    return Volumes(gathered=float(gathers * sent + micro * again), reduced=float(rounds * trained), all_reduced=across)
+
+
+def _trained(plan: Plan, spec: ModelSpec) -> int:
+    """Elements of the model that have gradients."""
+    if plan.adapter.rank:
+        return sum(part.count * adapter_parameters(part, plan) for part in parts(spec))
+    return num_trainable(spec)
+
+
+def _keeps_frozen(plan: Plan) -> bool:
+    """Whether frozen weights stay whole on every rank: flat buffers below ZeRO-3 gather again what was stepped alone."""
+    return plan.adapter.rank > 0 and plan.shard.carrier == "flat" and plan.shard.stage < 3
 
 
 def _rounds(plan: Plan) -> tuple[int, int]:
@@ -95,10 +108,10 @@ def all_reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """DDP: buckets are reduced while the last micro-batch's backward still runs; the last bucket stands alone."""
     if plan.shard.carrier != "ddp":
         return term("all-reduce of gradients", "comm", 0.0, "no ddp", "modelled")
-    ranks, size = plan.layout.dp_replicate * plan.layout.cp, num_trainable(spec) * BYTES[plan.precision.gradient]
+    ranks, size = plan.layout.dp_replicate * plan.layout.cp, _trained(plan, spec) * BYTES[plan.precision.gradient]
     held = busiest(plan, spec, cluster)
     if plan.layout.pp * plan.layout.tp * plan.layout.ep > 1:
-        size = round(sum(h.many * local_parameters(h.part, plan) for h in held)) * BYTES[plan.precision.gradient]
+        size = round(sum(h.many * trained_parameters(h.part, plan) for h in held)) * BYTES[plan.precision.gradient]
     bucket = min(plan.overlap.bucket_bytes, size)
     near = max(1, cluster.groups[0].num_devices // plan.layout.tp)
     rate = rates.collective_seconds(cluster, "all_reduce", bucket, ranks, per_node=min(near, ranks))
@@ -164,7 +177,11 @@ def gather(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     source, ranks = "", plan.layout.dp_shard * plan.layout.cp
     near = data_inside(plan, cluster)
     for h in busiest(plan, spec, cluster):
-        size = local_parameters(h.part, plan) * weight_bytes(plan, h.part)
+        sent = 0.0 if _keeps_frozen(plan) else local_parameters(h.part, plan)
+        sent += trained_parameters(h.part, plan) if plan.adapter.rank else 0.0
+        size = sent * weight_bytes(plan, h.part)
+        if not size:
+            continue
         rate = rates.collective_seconds(cluster, "all_gather", size, ranks, per_node=near)
         trust = "assumed" if rate.confidence == "assumed" else trust
         source = rate.source if h.part.group == "blocks" else source
@@ -191,7 +208,9 @@ def reduce(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     trust: Confidence = "modelled"
     source, near = "", data_inside(plan, cluster)
     for h in busiest(plan, spec, cluster):
-        trained = local_parameters(h.part, plan) * h.part.trainable / max(1, h.part.parameters)
+        trained = trained_parameters(h.part, plan)
+        if not trained:
+            continue
         rate = rates.collective_seconds(cluster, "reduce_scatter", trained * wide, shared, per_node=near)
         one = rate.seconds
         if layout.dp_replicate > 1:
@@ -226,14 +245,15 @@ def _flat_copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
     """Flat buffers: gradients copied once (micro-batches added up), shards cast where masters have another dtype."""
     moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
     wide, master, kept = BYTES[plan.precision.reduction], BYTES[plan.precision.master], BYTES[plan.precision.gradient]
-    ranks, micro, trained = plan.layout.dp_shard, plan.batch.accumulation, num_trainable(spec)
+    ranks, micro, trained = plan.layout.dp_shard, plan.batch.accumulation, _trained(plan, spec)
     size = moved.reduced * (each + wide)
     if micro > 1 and plan.shard.stage == 1:  # whole sums, one pass to make them and one more where they are narrowed
         size = trained * (micro * (each + kept) + (micro - 1) * kept + (kept + wide if kept != wide else 0))
     elif micro > 1 or kept != wide:
         size += moved.reduced / ranks * (wide + 2 * kept)
-    if plan.precision.cast == "weights":
-        size += moved.gathered / ranks * (master + each)
+    if plan.precision.cast == "weights":  # frozen weights beside adapters are held in the dtype that they are gathered in
+        cast = _rounds(plan)[0] * trained if plan.adapter.rank else moved.gathered
+        size += cast / ranks * (master + each)
     if plan.layout.tp * plan.layout.pp * plan.layout.ep > 1:
         size *= sum(h.many * local_parameters(h.part, plan) for h in busiest(plan, spec, cluster)) / num_parameters(spec)
     rate = rates.copy_seconds(cluster, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.cost.inside import expert_weights, local_parameters
+from fullstride.plan.cost.inside import expert_weights, trained_parameters
 from fullstride.plan.cost.lanes import again, busiest
 from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import FUSED, gradient_traffic, thread_factor
@@ -82,12 +82,8 @@ def stepped_parameters(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
     for h in busiest(plan, spec, cluster):
         if not h.part.parameters:
             continue
-        here = local_parameters(h.part, plan) * h.part.trainable / h.part.parameters
-        cut = experts_cut(plan, layout.ep)
-        sparse = expert_weights(h.part) / cut
-        if plan.adapter.rank:
-            width = sum(m.n + m.k for s in h.part.sublayers for m in s.matmuls if m.groups == 1)
-            here, sparse = plan.adapter.rank * width / layout.tp, 0.0
+        here, cut = trained_parameters(h.part, plan), experts_cut(plan, layout.ep)
+        sparse = 0.0 if plan.adapter.rank else expert_weights(h.part) / cut
         apart = min(sparse, here)
         total += h.many * ((here - apart) / shared + apart / max(1, shared * layout.tp // cut))
     return total

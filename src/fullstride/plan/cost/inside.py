@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fullstride.cluster import rates
 from fullstride.cluster.cluster import Cluster
+from fullstride.plan.adapted import adapted
 from fullstride.plan.cost.exchanges import exchanges, stream_width
 from fullstride.plan.facts import OTHER_CARRIERS, Part, compute_bytes, experts_cut, micro_tokens
 from fullstride.plan.plan import Plan
@@ -54,6 +55,18 @@ def local_parameters(part: Part, plan: Plan) -> float:
     """Elements of one of these parts on one rank, before any sharding by data ranks."""
     sparse = expert_weights(part)
     return (part.parameters - sparse) / plan.layout.tp + sparse / experts_cut(plan, plan.layout.ep)
+
+
+def adapter_parameters(part: Part, plan: Plan) -> int:
+    """Elements of the low-rank adapters in one of these parts; 0 without any."""
+    return plan.adapter.rank * sum(m.n + m.k for s in part.sublayers for m in adapted(plan, s))
+
+
+def trained_parameters(part: Part, plan: Plan) -> float:
+    """Elements of one of these parts that have gradients, on one rank, before any sharding by data ranks."""
+    if plan.adapter.rank:
+        return adapter_parameters(part, plan) / plan.layout.tp
+    return local_parameters(part, plan) * part.trainable / max(1, part.parameters)
 
 
 def _hidden(seconds: float, share: float, contention: float) -> float:

@@ -12,6 +12,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.files import Value
 from fullstride.model.saved import cost_of
 from fullstride.model.spec import Attention, Matmul, ModelSpec, Sublayer
+from fullstride.plan.adapted import adapted
 from fullstride.plan.cost import inside
 from fullstride.plan.estimate import Confidence
 from fullstride.plan.facts import BYTES, Part, compute_bytes, experts_cut, micro_tokens, once, parts
@@ -122,7 +123,7 @@ def pieces(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[tuple[Part, P
     layout, p = plan.layout, plan.precision
     shape = (plan.batch.micro_batch, plan.workload.sequence_length, p.block, p.head, p.cast, p.fp8, _rows_of_head(plan))
     cut = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, plan.overlap.tensor, plan.overlap.experts)
-    how = (plan.compile.mode, plan.shard.carrier in FUSED, plan.kernels.attention, plan.adapter.rank)
+    how = (plan.compile.mode, plan.shard.carrier in FUSED, plan.kernels.attention, plan.adapter)
     exchanged = (plan.recompute.mode, plan.shard.carrier, p.master, p.loss) if layout.tp > 1 else ()
     many = plan.batch.accumulation if p.fp8 != "off" else 1
     factor = thread_factor(plan, cluster)
@@ -212,9 +213,9 @@ def _product(part: Part, sublayer: Sublayer, m: Matmul, plan: Plan, cluster: Clu
         narrow = wanted in cluster.device.peak_flops
         dtype = wanted if narrow else dtype
     there, back, rate = _three(cluster, dtype, round(each), n, k)
-    if plan.adapter.rank:  # frozen weights have no gradient; the adapter's two thin products come on top
+    if plan.adapter.rank:  # frozen weights have no gradient; an adapter's two thin products come on top
         back = rates.matmul_seconds(cluster, dtype, max(1, round(each)), k, n).seconds
-        extra = 2.0 * plan.adapter.rank * (n + k) / (n * k)
+        extra = 2.0 * plan.adapter.rank * (n + k) / (n * k) if m in adapted(plan, sublayer) else 0.0
         there, back = there * (1 + extra), back * (1 + 2 * extra)
     forward = backward = 0.0
     if narrow:
