@@ -28,7 +28,7 @@ from fullstride.plan.defaults import FP32, weights_cast
 from fullstride.plan.pipeline import balanced_layers, plan_timeline
 from fullstride.plan.plan import Batch, Compile, Layout, Loss, ModelRef, Pipeline, Plan, Recipe, Recompute, Workload
 from fullstride.rundir import RunDir
-from rounds import must
+from rounds import Failed, must
 
 
 def plan_of(asked, spec, cluster, schedule, sizes=()):
@@ -52,7 +52,15 @@ def plan_of(asked, spec, cluster, schedule, sizes=()):
 
 
 def idle(session, run_dir, plan, spec, cluster, asked):
-    """Idle shares of one schedule, measured and simulated."""
+    """Idle shares of one schedule, measured and simulated; or its failure."""
+    try:
+        return idle_shares(session, run_dir, plan, spec, cluster, asked)
+    except Failed as error:
+        return {"schedule": plan.pipeline.schedule, "plan": plan, "failure": str(error)}
+
+
+def idle_shares(session, run_dir, plan, spec, cluster, asked):
+    """The figures."""
     name = plan.pipeline.schedule
     built = must(session.build(name, plan))
     first = must(session.run(asked.warmup, f"{name}-warm"))
@@ -110,6 +118,9 @@ def peak(run_dir, rank, start):
 def show(rows, sizes):
     """The answer in a few lines."""
     for row in rows:
+        if "failure" in row:
+            print(f"{row['schedule']:8} {row['failure'].splitlines()[0]}")
+            continue
         parts = f"idle {row['idle_measured']:6.1%} measured, {row['idle_simulated']:6.1%} simulated"
         cost = f"step {row['step_seconds']:.3f} s, {row['peak_bytes'] / 2**30:.1f} GiB"
         print(f"{row['schedule']:8} {parts}; {cost}, blocks {row['layers']}")

@@ -2,17 +2,72 @@
 
 import math
 import statistics
+import tempfile
 
+from fullstride.launch.session import WorkerSession
 from fullstride.measure.collect import attribution_of, events_of_order, read_trace, sizes_of_events, step_seconds
+from fullstride.rundir import RunDir
 
 LOSS_APART, NORM_APART = 2e-3, 5e-2
 """Relative; bf16 sums in another order move the first steps by less."""
 
 
+class Failed(Exception):
+    """A worker failed; its own words."""
+
+
 def must(reply):
-    """Stop where the worker failed."""
-    assert reply.ok, f"{reply.failure.message}\n{reply.failure.detail}"
+    """The reply, if it is one.
+
+    Raises:
+        Failed: the worker failed.
+    """
+    if not reply.ok:
+        raise Failed(f"{reply.failure.message}\n{reply.failure.detail}")
     return reply
+
+
+def in_turns(plans, asked):
+    """Rounds of all plans in turns, then a profile of each: a row a plan, by name.
+
+    A plan that fails (does not fit, say) has a `failure` in its row, and the others go on.
+    """
+    rows, turns = {name: {"plan": plan} for name, plan in plans.items()}, {name: [] for name in plans}
+    with tempfile.TemporaryDirectory() as folder, WorkerSession(RunDir(root=folder), next(iter(plans.values()))) as session:
+        run_dir = RunDir(root=folder)
+
+        def attempt(name, work):
+            if "failure" not in rows[name]:
+                try:
+                    work()
+                    must(session.release())
+                except Failed as error:
+                    rows[name]["failure"] = str(error)
+
+        for number in range(asked.rounds):
+            for name, plan in plans.items():
+                label = f"{name} {number}"
+                attempt(name, lambda n=name, p=plan, at=label: turns[n].append(turn(session, run_dir, n, p, at, asked)))
+        for name, plan in plans.items():
+            attempt(name, lambda n=name, p=plan: rows[n].update(shares=profiled(session, run_dir, n, p)))
+    for name, row in rows.items():
+        if "failure" not in row:
+            row.update(summed(turns[name]))
+    whole = [row for row in rows.values() if "failure" not in row]
+    for row in whole:
+        row["void"] = strays(row, whole[0])
+    return rows
+
+
+def summed(rounds):
+    """One plan's rounds together."""
+    return {
+        "step_seconds": statistics.mean(done["seconds"] for done in rounds),
+        "rounds": [done["seconds"] for done in rounds],
+        "peak_bytes": max(done["peak_bytes"] for done in rounds),
+        "losses": rounds[0]["losses"],
+        "norms": rounds[0]["norms"],
+    }
 
 
 def turn(session, run_dir, name, plan, label, asked):

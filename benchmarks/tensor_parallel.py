@@ -8,23 +8,19 @@ was predicted before: step time, exposed communication, allocated peak. Writes a
 """
 
 import argparse
-import statistics
-import tempfile
 
 from msgspec.structs import replace
 
 import records
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import FullstrideError
-from fullstride.launch.session import WorkerSession
 from fullstride.model.source import load_spec
 from fullstride.plan.calibration import calibrated
 from fullstride.plan.defaults import FP32, weights_cast
 from fullstride.plan.plan import Batch, Compile, Layout, Loss, ModelRef, Overlap, Plan, Recipe, Recompute, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import require
-from fullstride.rundir import RunDir
-from rounds import must, profiled, strays, turn
+from rounds import in_turns
 
 
 def plans_of(asked, cluster):
@@ -47,6 +43,9 @@ def show(results):
     """Measured beside predicted, a line a plan."""
     print(f"{'':15} {'step s':>17} {'exposed ms':>17} {'peak GiB':>17}   (measured, predicted)")
     for name, row in results.items():
+        if "failure" in row:
+            print(f"{name:15} {row['failure'].splitlines()[0]}")
+            continue
         wanted = row["predicted"]
         step = f"{row['step_seconds']:.4f} {wanted['step_seconds']:.4f}"
         exposed = f"{row['shares'].get('exposed_comm', 0.0):.1f} {wanted['exposed_seconds'] * 1e3:.1f}"
@@ -87,28 +86,9 @@ def main():
     plans = plans_of(asked, cluster)
     for plan in plans.values():
         require(plan, spec, probed)
-    turns = {name: [] for name in plans}
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = RunDir(root=folder)
-        with WorkerSession(run_dir, next(iter(plans.values()))) as session:
-            for number in range(asked.rounds):
-                for name, plan in plans.items():
-                    turns[name].append(turn(session, run_dir, name, plan, f"{name} {number}", asked))
-                    must(session.release())
-            for name, plan in plans.items():
-                results[name] = {
-                    "plan": plan,
-                    "step_seconds": statistics.mean(done["seconds"] for done in turns[name]),
-                    "rounds": [done["seconds"] for done in turns[name]],
-                    "peak_bytes": max(done["peak_bytes"] for done in turns[name]),
-                    "losses": turns[name][0]["losses"],
-                    "norms": turns[name][0]["norms"],
-                    "predicted": predicted(plan, spec, cluster),
-                    "shares": profiled(session, run_dir, name, plan),
-                }
-                must(session.release())
-                results[name]["void"] = strays(results[name], next(iter(results.values())))
+    results = in_turns(plans, asked)
+    for name, plan in plans.items():
+        results[name]["predicted"] = predicted(plan, spec, cluster)
     show(results)
     if asked.record:
         records.write("tensor-parallel", cluster, vars(asked), plans=results)

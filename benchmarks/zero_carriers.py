@@ -13,7 +13,6 @@ one's is named, and its figures are void. On a CPU figures say nothing of speed.
 
 import argparse
 import statistics
-import tempfile
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,15 +20,13 @@ from msgspec.structs import replace
 import records
 from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import FullstrideError
-from fullstride.launch.session import WorkerSession
 from fullstride.model.source import load_spec
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
 from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Overlap, Plan, Recipe, Recompute, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
-from fullstride.rundir import RunDir
 from peer import peer
-from rounds import must, profiled, strays, turn
+from rounds import in_turns
 
 
 def plan_of(asked, cluster, carrier, stage):
@@ -76,6 +73,9 @@ def show(results, asked, peers):
     heads = f"{'copies':>8} {'exposed':>8} {'optimizer':>9} {'peak':>9}"
     print(f"{'':14} {'step s':>8} {'low':>8} {'high':>8} {'tok/s/GPU':>10} {heads}")
     for name, row in results.items():
+        if "failure" in row:
+            print(f"{name:15} {row['failure'].splitlines()[0]}")
+            continue
         mean, shares = row["step_seconds"], row["shares"]
         tokens = asked.micro_batch * asked.accumulation * asked.seq / mean
         copies, exposed, optimizer = (shares.get(key, 0.0) for key in ("copies", "exposed_comm", "optimizer"))
@@ -109,29 +109,8 @@ def main():
     spec, cluster = load_spec(asked.model), probe_cluster(num_ranks=asked.ranks)
     asked.compile = asked.compile or ("off" if cluster.device.kind == "cpu" else "block")
     plans = rows_of(asked, spec, cluster)
-    turns = {name: [] for name in plans}
-    results = {}
     peers = [peer(asked.model, asked.ranks, asked.torchtitan, "before", asked.seq)] if asked.torchtitan else []
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = RunDir(root=folder)
-        with WorkerSession(run_dir, next(iter(plans.values()))) as session:
-            for number in range(asked.rounds):
-                for name, plan in plans.items():
-                    turns[name].append(turn(session, run_dir, name, plan, f"{name} {number}", asked))
-                    must(session.release())
-            for name, plan in plans.items():
-                rounds = turns[name]
-                results[name] = {
-                    "plan": plan,
-                    "step_seconds": statistics.mean(done["seconds"] for done in rounds),
-                    "rounds": [done["seconds"] for done in rounds],
-                    "peak_bytes": max(done["peak_bytes"] for done in rounds),
-                    "losses": rounds[0]["losses"],
-                    "norms": rounds[0]["norms"],
-                    "shares": profiled(session, run_dir, name, plan),
-                }
-                must(session.release())
-                results[name]["void"] = strays(results[name], next(iter(results.values())))
+    results = in_turns(plans, asked)
     if asked.torchtitan:
         peers.append(peer(asked.model, asked.ranks, asked.torchtitan, "after", asked.seq))
     show(results, asked, peers)
