@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -14,8 +15,33 @@ from fullstride.engine.precision import Weights
 from fullstride.plan.flat import aligned
 from fullstride.plan.plan import Plan, Recipe
 
-if TYPE_CHECKING:
-    from fullstride.engine.parallel.flat import Flat
+
+class Laid(Protocol):
+    """A model on flat buffers, as its weights and its optimizer see it: `flat.Flat`."""
+
+    units: list[FlatUnit]
+
+    def finish(self) -> None:
+        """Let the device wait for all gradients."""
+
+    def stepping(self, unit: FlatUnit) -> AbstractContextManager[None]:
+        """Around a unit's optimizer step."""
+        ...
+
+    def publish(self, unit: FlatUnit, *, all_regions: bool = False) -> None:
+        """Make a unit's masters the weights of the next forward."""
+
+    def ready(self) -> None:
+        """Let the device wait for all steps and gathers."""
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+
+    def close(self) -> None:
+        """Take the hooks off."""
 
 
 class FlatWeights(Weights):
@@ -25,7 +51,7 @@ class FlatWeights(Weights):
         flat: the carrier.
     """
 
-    def __init__(self, flat: Flat, model: Any, plan: Plan, *rest: Any) -> None:
+    def __init__(self, flat: Laid, model: Any, plan: Plan, *rest: Any) -> None:
         """As `Weights`, of a model that `flat` carries."""
         self.flat = flat
         self._where: dict[int, tuple[FlatUnit, int, Slot]] = {
