@@ -351,9 +351,10 @@ def test_products_in_parts_equal_a_plain_loop():
 @pytest.mark.multi
 @pytest.mark.slow
 def test_compiled_blocks_of_experts_and_of_parts_equal_a_plain_loop():
+    exact = "fp32" if torch.__version__.startswith("2.11.") else "fp64"  # whose compiled layer norm does not run in fp64
     cases = (
-        make_case("modular", tp=2, overlap=True, compiled=True),
-        make_case("modular", tp=2, overlap=True, compiled=True, recompute=PART, sequence_parallel=False),
+        make_case("modular", tp=2, overlap=True, compiled=True, dtype=exact),
+        make_case("modular", tp=2, overlap=True, compiled=True, dtype=exact, recompute=PART, sequence_parallel=False),
         make_case("llama", tp=2, overlap=True, compiled=True, recompute=PART, dtype="fp32"),
         *(make_case(f, tp=2, compiled=True, dtype="fp32", sequence_parallel=f != "qwen3_moe") for f in MIXTURES),
     )
