@@ -90,6 +90,7 @@ def test_a_case_that_cannot_run_takes_no_other_with_it():
         (["rank 1: lost: exit code -9: ", "rank 0: could not run: RuntimeError: Connection closed by peer"], 2),
         (["rank 0: could not run: RuntimeError: Connection closed by peer"], 2),
         (["rank 0: loss/0: off by 1, allowed 0.1"], 1),
+        (["rank 1: lost: exit code -6: ", "rank 0: could not run: ValueError: no"], 1),
         (["rank 1: could not run: ValueError: no", "rank 0: could not run: RuntimeError: Connection closed by peer"], 1),
     ],
 )

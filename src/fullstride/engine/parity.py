@@ -310,8 +310,7 @@ def run_cases(cases: tuple[Case, ...], ranks: int, *, timeout_seconds: float = 2
 
 def _lost_a_rank(outcome: Outcome) -> bool:
     """Whether nothing is known but that a rank is gone."""
-    silent = any(LOST in line for line in outcome.errors)
-    return silent or (outcome.errors != () and all(_follows(line) for line in outcome.errors))
+    return outcome.errors != () and all(LOST in line or _follows(line) for line in outcome.errors)
 
 
 def _follows(line: str) -> bool:
