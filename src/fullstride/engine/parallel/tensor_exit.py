@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import library
 
 from fullstride.engine.parallel.collectives import SENT, Ranks, wait
 from fullstride.engine.parallel.tensor_ops import bias_gradient, keep, kept, matrix_of, onward, weight_gradient
@@ -57,11 +58,11 @@ def _shape(
     return hidden.new_empty((hidden.shape[0], length, matrix.shape[0]))
 
 
-torch.library.define(
+library.define(
     SENT, "(Tensor hidden, Tensor matrix, Tensor? bias, int size, int rank, str name, bool sequence, int parts) -> Tensor"
 )
-torch.library.impl(SENT, ("cpu", "cuda"))(_summed)
-torch.library.register_fake(SENT)(_shape)
+library.impl(SENT, ("cpu", "cuda"))(_summed)
+library.register_fake(SENT)(_shape)
 
 
 class Hold(torch.autograd.Function):
