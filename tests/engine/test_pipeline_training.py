@@ -16,6 +16,7 @@ from fullstride.launch.command import worker_command
 from fullstride.launch.failure import failure_of
 from fullstride.launch.local import start
 from fullstride.launch.session import WorkerSession
+from fullstride.measure.collect import read_trace
 from fullstride.measure.pipeline import measured_timeline
 from fullstride.plan.pipeline import plan_schedule
 from fullstride.plan.plan import Batch, Comm, Layout, ModelRef, Pipeline, Plan, Recipe, Shard, Workload
@@ -140,6 +141,11 @@ def test_orders_run_pipelines_in_turn_and_profile_them(plan, tmp_path, monkeypat
             done = {run.action.text() for run in timeline.runs}
             assert done == {a.text() for a in actions if a.kind != "reduce"}
             assert 0 < timeline.bubble_share < 1
+            for rank in timeline.ranks:  # nothing of a computation counts as a wait for a message that was posted ahead
+                own = [r.end - r.start for r in timeline.runs if r.action.rank == rank.rank and r.action.kind != "optimizer"]
+                assert rank.busy_seconds == pytest.approx(sum(own), rel=1e-6)
+            phases = [span.phase for span in read_trace(run_dir.trace(1))]
+            assert phases.count("comm") >= sum(a.rank == 1 and a.kind.startswith("recv") for a in plan_schedule(other).actions)
             for rank in range(2):
                 run_dir.trace(rank).unlink()
             found.append([e.loss for e in read_events(run_dir.events(0)) if isinstance(e, StepEnd) and e.order == name])

@@ -63,6 +63,19 @@ def test_only_neighbours_of_one_kind_merge():
     ]
 
 
+def test_a_message_that_was_posted_ahead_is_no_communication_that_anything_waits_for():
+    tracer = Tracer(CPU)
+    with tracer:
+        tracer.step(1)
+        with torch.profiler.record_function("gloo:recv"), tracer.phase("forward"):
+            time.sleep(0.02)
+        with torch.profiler.record_function("gloo:recv"), tracer.phase("comm", stage=1):
+            time.sleep(0.01)
+    forward, comm = tracer.spans()
+    assert (forward.phase, comm.phase, comm.stage) == ("forward", "comm", 1)
+    assert forward.end_ns - forward.start_ns >= 0.02e9 and comm.end_ns - comm.start_ns >= 0.01e9
+
+
 def test_a_trace_has_the_phases_with_communication_taken_out(tmp_path):
     tracer = Tracer(CPU)
     with tracer:

@@ -35,6 +35,8 @@ _CLASSES: tuple[tuple[Kernel, tuple[str, ...]], ...] = (
     ("matmul", ("gemm", "cutlass", "cublas", "nvjet", "splitk", "matmul", "xmma", "s1688", "s16816")),
 )
 _COMMUNICATION = ("gloo:", "nccl:")
+_MESSAGES = ("gloo:send", "gloo:recv")
+"""Under way from the moment they are posted, long before anything waits for them; a pipeline tells its waits by phases."""
 _WAITS = ("c10d", "wait_tensor")
 
 
@@ -133,6 +135,8 @@ class Tracer:
     def _host_spans(self, events: Iterable[_Timed]) -> list[Span]:
         operators, talking = [], []
         for event in events:
+            if event.name.startswith(_MESSAGES):
+                continue
             if event.name.startswith(_COMMUNICATION):
                 talking.append((event.start, event.end))
             elif event.name.startswith("aten::") and not any(word in event.name for word in _WAITS):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fullstride.plan.schedule.action import Action, ActionKind
 from fullstride.plan.simulate import ActionRun, PipelineTimeline, RankTimeline
 from fullstride.report.document import (
@@ -34,6 +36,7 @@ WORDS: dict[ActionKind, str] = {
     "reduce": "reduce",
     "optimizer": "optimizer",
 }
+WAIT = "wait"
 _COMPUTE = ("forward", "backward", "input_grad", "weight_grad", "optimizer")
 _MOST_BARS = 4000
 """A picture with more cannot be read, and takes long to open."""
@@ -64,22 +67,22 @@ def timeline_blocks(
 
 
 def timeline_block(timeline: PipelineTimeline, *, title: str = "Pipeline", most_bars: int = 0) -> Timeline:
-    """The picture: a lane a rank, and one below it for its messages and reduces.
+    """The picture: a lane a rank with what it waits for between computations, and one below it for its messages and reduces.
 
     Args:
         timeline: simulated with `record=True`.
         title: of the picture.
         most_bars: bars from the start on; 0 for all.
     """
-    bars = [_bar(run) for run in timeline.runs]
+    bars = [*map(_bar, timeline.runs), *(_gap_bar(gap) for gap in _gaps(timeline))]
     note = ""
     if most_bars and len(bars) > most_bars:
         end = sorted(bar.start for bar in bars)[most_bars]
         bars = [bar for bar in bars if bar.start < end]
         note = f"The first {format_seconds(end)} of {format_seconds(timeline.step_seconds)}."
-    kinds = list(WORDS.values())
+    kinds = [*WORDS.values(), WAIT]
     bars.sort(key=lambda bar: (_lane_place(bar.lane), bar.start, kinds.index(bar.kind)))
-    return Timeline(title=title, bars=tuple(bars), note=note)
+    return Timeline(title=title, bars=tuple(bars), note=note, quiet=WAIT)
 
 
 def _lane_place(lane: str) -> tuple[int, bool]:
@@ -89,6 +92,31 @@ def _lane_place(lane: str) -> tuple[int, bool]:
 def _bar(run: ActionRun) -> Bar:
     lane = f"rank {run.action.rank}{'' if run.action.kind in _COMPUTE else ' messages'}"
     return Bar(lane=lane, name=action_words(run.action), kind=WORDS[run.action.kind], start=run.start, end=run.end)
+
+
+class _Gap(NamedTuple):
+    """A stretch in which a rank computes nothing, and why."""
+
+    rank: int
+    start: float
+    end: float
+    reason: str
+
+
+def _gaps(timeline: PipelineTimeline) -> list[_Gap]:
+    """All stretches between the first forward of any rank and the last backward of any, but for what is rounding."""
+    last = max(rank.end for rank in timeline.ranks)
+    late = ", ".join(str(rank.rank) for rank in timeline.ranks if rank.end == last)
+    found = [_Gap(wait.action.rank, wait.start, wait.end, _reason(wait.action)) for wait in timeline.waits]
+    if timeline.runs:
+        rest = f"nothing: its last backward is done, that of rank {late} is not"
+        found += [_Gap(rank.rank, rank.end, last, rest) for rank in timeline.ranks]
+    least = 1e-6 * timeline.step_seconds
+    return [gap for gap in found if gap.end - gap.start > least]
+
+
+def _gap_bar(gap: _Gap) -> Bar:
+    return Bar(lane=f"rank {gap.rank}", name=f"waits for {gap.reason}", kind=WAIT, start=gap.start, end=gap.end)
 
 
 def action_words(action: Action) -> str:
@@ -141,24 +169,16 @@ def _rank_cells(rank: RankTimeline) -> tuple[str, ...]:
 
 
 def _waits(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
-    least = 1e-6 * timeline.step_seconds  # less is rounding
-    waits = [wait for wait in timeline.waits if wait.end - wait.start > least]
-    if not waits:
+    gaps = _gaps(timeline)
+    if not gaps:
         return ()
-    longest = sorted(waits, key=lambda wait: wait.start - wait.end)[:_MOST_WAITS]
+    longest = sorted(gaps, key=lambda gap: gap.start - gap.end)[:_MOST_WAITS]
     rows = [
-        TableRow(
-            cells=(
-                str(wait.action.rank),
-                format_seconds(wait.end - wait.start),
-                format_seconds(wait.start),
-                _reason(wait.action),
-            )
-        )
-        for wait in longest
+        TableRow(cells=(str(gap.rank), format_seconds(gap.end - gap.start), format_seconds(gap.start), gap.reason))
+        for gap in longest
     ]
-    total = sum(wait.end - wait.start for wait in waits)
-    told = f"{len(waits)} waits, {format_seconds(total / len(timeline.ranks))} a rank on average; the longest:"
+    total = sum(gap.end - gap.start for gap in gaps)
+    told = f"{len(gaps)} waits, {format_seconds(total / len(timeline.ranks))} a rank on average; the longest:"
     names = ("rank", "waits", "from", "for")
     columns = tuple(Column(name=name, align="right" if name in ("waits", "from") else "left") for name in names)
     return Heading(text="What ranks wait for"), Text(text=told), Table(columns=columns, rows=tuple(rows))

@@ -118,6 +118,8 @@ class Timeline(Block, frozen=True, kw_only=True, tag="timeline"):
     title: str
     bars: tuple[Bar, ...]
     note: str = ""
+    quiet: str = ""
+    """A kind of bar that is drawn faintly, such as waiting; empty for none."""
 
 
 class Matrix(Block, frozen=True, kw_only=True, tag="matrix"):

@@ -53,7 +53,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
                 "text": [_text(bar.name) for bar in bars],
                 "textposition": "none",
                 "hovertemplate": "%{text}<br>%{base:.4s}s, for %{x:.4s}s",
-                "marker": {"color": colour(place), "line": {"width": 0.5, "color": "var(--card)"}},
+                "marker": {"color": kind_colour(timeline, place), "line": {"width": 0.5, "color": "var(--card)"}},
             }
         )
     layout = _base_layout(96 + 34 * max(len(lanes), 1))
@@ -65,8 +65,14 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def kinds_of(timeline: Timeline) -> list[str]:
-    """Kinds of a timeline's bars in the order they come."""
-    return list(dict.fromkeys(bar.kind for bar in timeline.bars))
+    """Kinds of a timeline's bars in the order they come, the quiet one last."""
+    kinds = list(dict.fromkeys(bar.kind for bar in timeline.bars))
+    return sorted(kinds, key=lambda kind: kind == timeline.quiet)
+
+
+def kind_colour(timeline: Timeline, place: int) -> str:
+    """The colour of the kind at `place`."""
+    return "var(--line)" if kinds_of(timeline)[place] == timeline.quiet else colour(place)
 
 
 def legend_of(chart: Chart) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from fullstride.report.document import (
     Timeline,
     Trace,
 )
-from fullstride.report.figures import colour, figure_of, kinds_of, legend_of, timeline_figure
+from fullstride.report.figures import figure_of, kind_colour, kinds_of, legend_of, timeline_figure
 from fullstride.report.script import SCRIPT
 from fullstride.report.style import STYLE
 from fullstride.report.words import DASH, finite, five_numbers, number, plain
@@ -172,7 +172,7 @@ def _no_data(title: str, note: str) -> str:
 def _timeline(block: Timeline) -> str:
     if not block.bars:
         return _no_data(block.title, block.note)
-    legend = [(kind, colour(place)) for place, kind in enumerate(kinds_of(block))]
+    legend = [(kind, kind_colour(block, place)) for place, kind in enumerate(kinds_of(block))]
     rows = [(bar.lane, bar.name, bar.kind, number(bar.start), number(bar.end - bar.start)) for bar in block.bars]
     data = _data_table(("lane", "what", "kind", "start, s", "length, s"), rows)
     return _figure(block.title, timeline_figure(block), legend, data, block.note)

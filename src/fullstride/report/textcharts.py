@@ -14,6 +14,7 @@ from fullstride.report.words import categories, finite, five_numbers, number, pl
 _COLOURS = ("blue", "yellow", "red", "cyan", "magenta", "green", "bright_magenta", "bright_blue", "bright_red", "white")
 # Without colour the kinds must still differ: each has a letter of its own in stacked bars and timelines.
 _LETTERS = "█▓▒░▞▚◼◆●○"
+_QUIET = "·"
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
 _LEAST_BAR = 8
@@ -33,6 +34,7 @@ def timeline_lines(timeline: Timeline, width: int) -> list[Line]:
     if not bars:
         return [Line("no data", style="dim")]
     lanes, kinds = list(dict.fromkeys(bar.lane for bar in bars)), list(dict.fromkeys(bar.kind for bar in bars))
+    kinds.sort(key=lambda kind: kind == timeline.quiet)
     first, last = min(bar.start for bar in bars), max(bar.end for bar in bars)
     name_width = _name_width([*lanes], width)
     columns = max(_LEAST_BAR, width - name_width - 2)
@@ -48,10 +50,13 @@ def timeline_lines(timeline: Timeline, width: int) -> list[Line]:
         line = _name(lane, name_width)
         for cell in filled:
             kind = max(cell, key=lambda kind: cell[kind]) if cell else ""
-            line.append(_letter(kinds.index(kind)) if kind else " ", style=_colour(kinds.index(kind)) if kind else "")
+            if kind in ("", timeline.quiet):
+                line.append(_QUIET if kind else " ", style="dim" if kind else "")
+            else:
+                line.append(_letter(kinds.index(kind)), style=_colour(kinds.index(kind)))
         lines.append(line)
     ends = Line(f"{' ' * (name_width + 1)}{number(first, 3)} s to {number(last, 3)} s", style="dim")
-    return [*lines, ends, _legend(kinds)]
+    return [*lines, ends, _legend(kinds, timeline.quiet)]
 
 
 def _colour(place: int) -> str:
@@ -62,10 +67,11 @@ def _letter(place: int) -> str:
     return _LETTERS[place % len(_LETTERS)]
 
 
-def _legend(names: list[str]) -> Line:
+def _legend(names: list[str], quiet: str = "") -> Line:
     line = Line()
     for place, name in enumerate(names):
-        line.append(f"{'   ' if place else ''}{_letter(place)} ", style=_colour(place))
+        faint = bool(quiet) and name == quiet
+        line.append(f"{'   ' if place else ''}{_QUIET if faint else _letter(place)} ", style="dim" if faint else _colour(place))
         line.append(plain(name))
     return line
 

@@ -39,7 +39,7 @@ def test_the_page_shows_picture_ranks_waits_and_memory(timeline):
     (picture,) = blocks(document, Timeline)
     assert {bar.lane for bar in picture.bars} == {"rank 0", "rank 1", "rank 0 messages", "rank 1 messages"}
     kinds = {bar.kind for bar in picture.bars}
-    assert kinds == {"forward", "input gradient", "weight gradient", "send", "reduce", "optimizer"}
+    assert kinds == {"forward", "input gradient", "weight gradient", "send", "reduce", "optimizer", "wait"}
     ranks, waits = blocks(document, Table)
     assert [row.cells[0] for row in ranks.rows] == ["0", "1"]
     assert "from rank" in waits.rows[0].cells[-1]
@@ -57,7 +57,7 @@ def test_it_can_be_printed_written_as_html_and_opened_in_perfetto(timeline):
     assert "weight gradient" in console.export_text()
     assert "rank 1 messages" in html_of(document)
     events = msgspec.json.decode(trace_json(timeline_block(timeline)))["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == len(timeline.runs)
+    assert sum(event["ph"] == "X" for event in events) == len(timeline_block(timeline).bars) > len(timeline.runs)
     assert from_json(to_json(document), Document, "there") == document
 
 
@@ -67,7 +67,23 @@ def test_a_long_step_is_cut_and_says_so():
 
     assert len(picture.bars) <= 100
     assert picture.note.startswith("The first ")
-    assert len(timeline_block(long).bars) == len(long.runs)
+    assert sum(bar.kind != "wait" for bar in timeline_block(long).bars) == len(long.runs)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_every_gap_between_first_forward_and_last_backward_has_its_reason(name, chunks):
+    durations = Durations(stages=(STAGE,) * (2 * chunks))
+    found = simulate_schedule(name, 2, chunks, 6, 1, durations, record=True)
+    picture = timeline_block(found)
+    waits = [bar for bar in picture.bars if bar.kind == picture.quiet]
+    for rank in found.ranks:
+        own = [bar.end - bar.start for bar in waits if bar.lane == f"rank {rank.rank}"]
+        assert sum(own) == pytest.approx(found.span_seconds * rank.idle_share)
+    assert all(bar.name.startswith("waits for ") for bar in waits)
+    early = min(found.ranks, key=lambda rank: rank.end)
+    last = [bar for bar in waits if bar.lane == f"rank {early.rank}"][-1]
+    if early.end < found.span_seconds * (1 - 1e-6):
+        assert last.name == f"waits for nothing: its last backward is done, that of rank {1 - early.rank} is not"
 
 
 def test_without_records_there_are_still_the_figures():

@@ -30,7 +30,8 @@ Forward = Callable[[int, int, bool], torch.Tensor]
 """(lo, hi, last): calls the model on samples [lo, hi); returns the scaled loss if this is the last stage, else logits that
 mean nothing."""
 Phase = Callable[..., contextlib.AbstractContextManager[object]]
-"""Stands around each computation: (`forward`, `backward` or `weight_grad`, micro_batch=, stage=)."""
+"""Stands around each computation and each wait for a message: (`forward`, `backward`, `weight_grad` or `comm`, micro_batch=,
+stage=)."""
 Range = tuple[int, int, int]
 """(chunk, lo, hi)."""
 
@@ -82,13 +83,12 @@ class Executor:
             "reduce": lambda action: self._reducing.reduce(action.chunk),
         }
         for action in self._actions:
+            where = {"micro_batch": action.lo, "stage": self._cut.chunks[action.chunk].stage}
             if action.kind in _PHASES:
-                with phase(_PHASES[action.kind], micro_batch=action.lo, stage=self._cut.chunks[action.chunk].stage):
-                    do[action.kind](action)
-            elif action.kind in do:
-                do[action.kind](action)
+                with phase(_PHASES[action.kind], **where):
+                    do.get(action.kind, self._move)(action)
             else:
-                self._move(action)
+                do.get(action.kind, self._move)(action)
         self._exchange.finish()
         assert not self._open and not self._put_off and not self._out, "a schedule that was checked leaves nothing behind"
         return self._losses
@@ -172,7 +172,14 @@ class Executor:
             (self._states if kind == "send_forward" else self._grads)[here].put(lo, hi, tensor)
 
 
-_PHASES = {"forward": "forward", "backward": "backward", "input_grad": "backward", "weight_grad": "weight_grad"}
+_PHASES = {
+    "forward": "forward",
+    "backward": "backward",
+    "input_grad": "backward",
+    "weight_grad": "weight_grad",
+    "recv_forward": "comm",
+    "recv_backward": "comm",
+}
 
 
 def forward_only(schedule: Schedule, samples: int, size: int) -> tuple[Action, ...]:
