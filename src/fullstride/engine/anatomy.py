@@ -181,13 +181,13 @@ def head_is_last(model: nn.Module, anatomy: Anatomy) -> bool | None:
     return len(seen) == 1 and logits is seen[0]
 
 
-def meta_inputs(model: nn.Module) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """Two tokens on the meta device, as the model takes them."""
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+def meta_inputs(model: nn.Module, count: int = 2) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Some tokens on the meta device, as the model takes them."""
+    tokens = torch.zeros(1, count, dtype=torch.int64, device="meta")
     if not hasattr(model, "get_input_embeddings"):
         return (tokens,), {}
     # A ready mask, so that no value has to be looked at.
-    mask = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device="meta")
+    mask = torch.zeros(1, 1, count, count, dtype=torch.bool, device="meta")
     return (), {"input_ids": tokens, "attention_mask": mask, "position_ids": tokens}
 
 

@@ -29,7 +29,13 @@ from fullstride.errors import BadInput, RuleBroken
 
 
 def regions(
-    model: nn.Module, block: str, hidden: int, tp: int, named: Mapping[str, Role] | None = None, item_bytes: int = 4
+    model: nn.Module,
+    block: str,
+    hidden: int,
+    tp: int,
+    named: Mapping[str, Role] | None = None,
+    item_bytes: int = 4,
+    fused: Mapping[str, str] = FUSED,
 ) -> list[Region]:
     """The regions of a block, cut over `tp` ranks.
 
@@ -40,6 +46,7 @@ def regions(
         tp: degree.
         named: the user's roles by the end of a product's path.
         item_bytes: of an element of the weights that compute.
+        fused: how products that join queries, keys and values arrange them, by name.
 
     Raises:
         BadInput: products that cannot be placed; says which names were looked at.
@@ -56,7 +63,7 @@ def regions(
     for name, child in root.named_children():
         path = f"{block}.{name}"
         if any(is_product(m) or _stacked(m) for m in child.modules()):
-            found.append(_Reader(model, child, path, hidden, tp, named or {}, item_bytes).read())
+            found.append(_Reader(model, child, path, hidden, tp, named or {}, item_bytes, fused).read())
         else:
             _only_norms(child, path, tp)
     if not found:
@@ -88,10 +95,18 @@ class _Reader:
     """Reads one region."""
 
     def __init__(
-        self, model: nn.Module, root: nn.Module, path: str, hidden: int, tp: int, named: Mapping[str, Role], item_bytes: int
+        self,
+        model: nn.Module,
+        root: nn.Module,
+        path: str,
+        hidden: int,
+        tp: int,
+        named: Mapping[str, Role],
+        item_bytes: int,
+        fused: Mapping[str, str],
     ) -> None:
         self._model, self._root, self._path, self._hidden, self._tp, self._named = model, root, path, hidden, tp, named
-        self._item_bytes = item_bytes
+        self._item_bytes, self._fused = item_bytes, fused
         self._products = {n: m for n, m in root.named_modules() if n and is_product(m)}
         self._region = Region(path=path)
 
@@ -184,13 +199,13 @@ class _Reader:
         for name, module in self._products.items():
             if name in KEY_NAMES:
                 return widths(module)[1] // size
-            if FUSED.get(name) == "parts":
+            if self._fused.get(name) == "parts":
                 return (widths(module)[1] // size - heads) // 2
         return heads
 
     def _head_parts(self, name: str, width: int, heads: int, key_heads: int, copies: int) -> tuple[Part, ...]:
         out = widths(self._products[name])[1]
-        if FUSED.get(name) == "parts":
+        if self._fused.get(name) == "parts":
             if copies > 1:
                 raise RuleBroken(
                     f"layout.tp = {self._tp}, {self._path}.{name} joins queries with {key_heads} key-value heads, which would "

@@ -16,6 +16,8 @@ every rank does all of it."""
 
 FUSED = {"c_attn": "parts", "qkv_proj": "parts", "Wqkv": "parts", "qkv": "parts", "query_key_value": "heads"}
 """Queries, keys and values in one: one part behind the other, or head by head."""
+FUSED_ELSE = {name: {"parts": "heads", "heads": "parts"}[way] for name, way in FUSED.items()}
+"""The other way round, as the same names are used elsewhere."""
 _COLUMNS = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv", "q_b_proj", "kv_b_proj", *FUSED),
     *("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "fc_in", "c_fc", "dense_h_to_4h"),

@@ -78,7 +78,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
     anatomy, mesh = find(model), Mesh(plan.layout, device, plan.comm.ctas)
     _refuse(model, anatomy, plan, device)
     adapters = attach(model, anatomy, plan)
-    seen = look(model, anatomy, plan)
+    seen = look(model, anatomy, plan, device)
     stages = cut_to_stages(model, anatomy, plan, mesh) if plan.layout.pp > 1 else None
     whole, anatomy = anatomy, stages.cut.anatomy if stages else anatomy
     tensor = tensor_parallel(model, whole, anatomy, plan, mesh, seen)

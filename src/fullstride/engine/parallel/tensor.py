@@ -33,8 +33,9 @@ from fullstride.engine.parallel.tensor_forward import (
     scattering,
     wide_norm,
 )
-from fullstride.engine.parallel.tensor_look import UNKNOWN, Ends, Seen, set_shares
+from fullstride.engine.parallel.tensor_look import UNKNOWN, Ends, Seen
 from fullstride.engine.parallel.tensor_parts import Border
+from fullstride.engine.parallel.tensor_shares import set_shares
 from fullstride.engine.pieces import Cut
 from fullstride.errors import RuleBroken
 from fullstride.plan.plan import Plan

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import nn
 
 from fullstride.engine.anatomy import Anatomy, meta_inputs, meta_twin
 from fullstride.engine.anatomy_block import regions
-from fullstride.engine.anatomy_region import Region
+from fullstride.engine.anatomy_region import FUSED, FUSED_ELSE, Region
 from fullstride.engine.parallel.collectives import Ranks
+from fullstride.engine.parallel.tensor_random import draws
+from fullstride.engine.parallel.tensor_shares import set_shares
+from fullstride.engine.parallel.tensor_trial import is_tested, try_numbers
 from fullstride.engine.pieces import Cut
 from fullstride.errors import BadInput, RuleBroken
 from fullstride.plan.facts import BYTES
@@ -44,16 +47,17 @@ class Seen:
     """By region; those that could not be seen are missing."""
 
 
-def look(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Seen | None:
+def look(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.device | None = None) -> Seen | None:
     """Look at a model before a pipeline cuts it; None with one tensor-parallel rank.
 
     Args:
         model: unmodified, its parameters on meta, or real and whole.
         anatomy: of all of it.
         plan: of which layout, precision and overlap count.
+        device: where blocks of unknown code are tried; the CPU by default.
 
     Raises:
-        BadInput: parts that were not found, with the names that were looked at.
+        BadInput: parts that were not found, with the names that were looked at; code that a rank's share does not go with.
         RuleBroken: this model cannot be cut over so many ranks, or has no product whose exchange could be overlapped.
     """
     tp = plan.layout.tp
@@ -61,10 +65,8 @@ def look(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Seen | None:
         return None
     refuse_uncut(model, anatomy, tp)
     _require_named(model, anatomy, plan)
-    hidden, item_bytes = int(model.get_parameter(f"{anatomy.embedding}.weight").shape[1]), BYTES[plan.precision.block]
-    found = {block: regions(model, block, hidden, tp, plan.layout.parts, item_bytes) for block in anatomy.blocks}
+    found = _that_holds(model, anatomy, plan, device or torch.device("cpu"))
     every = [region for block in found.values() for region in block]
-    try_on_meta(model, every, Ranks(tp, 0, ""))
     ends = ends_of(model, every)
     if plan.overlap.tensor and not any(end.exit or end.entry for end in ends.values()):
         raise RuleBroken(
@@ -73,6 +75,40 @@ def look(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Seen | None:
             fix="leave overlap.tensor out",
         )
     return Seen(regions=found, ends=ends)
+
+
+def _that_holds(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.device) -> dict[str, list[Region]]:
+    """The regions by block, tried where nobody has before; fused products may be arranged in two ways."""
+    found = _read(model, anatomy, plan, FUSED)
+    if is_tested(model, anatomy):
+        return found
+    try:
+        _try(model, anatomy, found, plan, device)
+    except BadInput:
+        with contextlib.suppress(BadInput, RuleBroken):
+            other = _read(model, anatomy, plan, FUSED_ELSE)
+            if other != found:
+                _try(model, anatomy, other, plan, device)
+                return other
+        raise
+    return found
+
+
+def _read(model: nn.Module, anatomy: Anatomy, plan: Plan, fused: Mapping[str, str]) -> dict[str, list[Region]]:
+    hidden, item_bytes = int(model.get_parameter(f"{anatomy.embedding}.weight").shape[1]), BYTES[plan.precision.block]
+    tp, named = plan.layout.tp, plan.layout.parts
+    return {block: regions(model, block, hidden, tp, named, item_bytes, fused) for block in anatomy.blocks}
+
+
+def _try(model: nn.Module, anatomy: Anatomy, found: Mapping[str, list[Region]], plan: Plan, device: torch.device) -> None:
+    tp, sequence = plan.layout.tp, plan.layout.sequence_parallel
+    try_on_meta(model, [region for block in found.values() for region in block], Ranks(tp, 0, ""))
+    if not try_numbers(model, anatomy, found, tp, device, sequence=sequence):
+        warnings.warn(
+            f"layout.tp = {tp}: blocks of {type(model).__name__} do not run by themselves, so that nobody has seen whether its "
+            "code goes with a rank's share of heads and columns",
+            stacklevel=2,
+        )
 
 
 def ends_of(model: nn.Module, found: list[Region]) -> dict[str, Ends]:
@@ -155,6 +191,11 @@ def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
                     f"layout.tp = {tp}, {path} ({name}) draws {word} of {value}: tensor-parallel ranks would draw differently",
                     fix=f"set {word} to 0 in the model's configuration, or use layout.tp = 1",
                 )
+    if drawn := draws(model):
+        raise RuleBroken(
+            f"layout.tp = {tp}, {drawn}: tensor-parallel ranks would draw differently",
+            fix="leave it out, or use layout.tp = 1",
+        )
     if not isinstance(model.get_submodule(anatomy.head) if anatomy.head else None, nn.Linear):
         raise BadInput(
             f"layout.tp = {tp}: {type(model).__name__} has no nn.Linear that makes logits "
@@ -214,20 +255,3 @@ def _shorten(model: nn.Module, name: str, cut: Cut) -> None:
     shape = list(old.shape)
     shape[cut.dim] = sum(hi - lo for lo, hi in cut.ranges)
     setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=False))
-
-
-def set_shares(model: nn.Module, region: Region) -> None:
-    """Let modules reckon with a rank's share."""
-    for path, name, value in region.settings:
-        setattr(model.get_submodule(path), name, value)
-    root: Any = model.get_submodule(region.path)
-    if region.heads and _asks_configuration(root):
-        root.config = copy.copy(root.config)
-        for name, value in region.heads.items():
-            if isinstance(getattr(root.config, name, None), int):
-                setattr(root.config, name, value)
-
-
-def _asks_configuration(module: nn.Module) -> bool:
-    names = set(getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ()))
-    return hasattr(module, "config") and bool({"num_attention_heads", "num_key_value_heads"} & names)

@@ -1,0 +1,227 @@
+"""Code that does not go with a rank's share of heads and columns is refused by its numbers, whatever names and shapes say."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.nn import functional
+
+from fullstride.engine.anatomy import find
+from fullstride.engine.anatomy_block import regions
+from fullstride.engine.parallel.tensor_look import look
+from fullstride.engine.parallel.tensor_trial import is_tested, try_numbers
+from fullstride.engine.parity_cases import make_case, model_of
+from fullstride.engine.parity_models import FAMILIES, PlainModel
+from fullstride.errors import BadInput, RuleBroken
+
+WIDTH, HEADS = 32, 4
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.*this architecture cannot use scaled_dot_product_attention:UserWarning")
+
+
+class Attention(nn.Module):
+    """Two key-value heads for four of queries; `pairing`: which queries read which keys."""
+
+    def __init__(self, pairing="neighbours", innermost=False):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.pairing, self.innermost = HEADS, 2, pairing, innermost
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wk, self.wv = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+
+    def heads(self, made, count):
+        if self.innermost:
+            return made.view(*made.shape[:2], -1, count).permute(0, 3, 1, 2)
+        return made.view(*made.shape[:2], count, -1).transpose(1, 2)
+
+    def forward(self, x):
+        q = self.heads(self.wq(x), self.n_heads)
+        k, v = (self.heads(product(x), self.n_kv_heads) for product in (self.wk, self.wv))
+        times = self.n_heads // self.n_kv_heads
+        if self.pairing == "neighbours":
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        else:
+            k, v = k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        order = (0, 2, 3, 1) if self.innermost else (0, 2, 1, 3)
+        return self.wo(mixed.permute(order).reshape(*x.shape[:2], -1))
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one product: part behind part, or head by head."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.num_heads, self.way = HEADS, way
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        size = (self.num_heads, 3) if self.way == "heads" else (3, self.num_heads)
+        parts = self.qkv(x).view(*x.shape[:2], *size, -1)
+        q, k, v = (p.transpose(1, 2) for p in parts.unbind(3 if self.way == "heads" else 2))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Feed(nn.Module):
+    """An MLP; `inside` stands between its products, `behind` after them."""
+
+    def __init__(self, inside=functional.gelu, behind=lambda made, x: made, halves=1):
+        super().__init__()
+        self.fc1, self.fc2, self.inside, self.behind = nn.Linear(WIDTH, 64 * halves), nn.Linear(64, WIDTH), inside, behind
+
+    def forward(self, x):
+        return self.behind(self.fc2(self.inside(self.fc1(x))), x)
+
+
+class Shifting(nn.Module):
+    """A block that mixes each token with the one before it."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.before, self.between, self.attention, self.feed = like.before, like.between, like.attention, like.feed
+
+    def forward(self, x):
+        x = x + functional.pad(x, (0, 0, 1, -1))
+        x = x + self.attention(self.before(x))
+        return x + self.feed(self.between(x))
+
+
+def built(attention=None, feed=None, wrap=lambda block: block):
+    model = PlainModel(modular=True, depth=2)
+    for index, block in enumerate(model.stack):
+        block.attention = attention() if attention else block.attention
+        block.feed = feed() if feed else block.feed
+        model.stack[index] = wrap(block)
+    return model
+
+
+def looked(model, *, tp=2, sequence=True, **parts):
+    plan = make_case("modular", tp=tp, sequence_parallel=sequence).plan
+    return look(model, find(model), replace(plan, layout=replace(plan.layout, parts=parts)))
+
+
+OTHER_NUMBERS = "from the ranks' shares than from the whole"
+REFUSED = {
+    "keys_of_other_queries": (lambda: built(lambda: Attention("tiled")), r"stack\.0\.attention .*" + OTHER_NUMBERS),
+    "heads_innermost": (lambda: built(lambda: Attention(innermost=True)), r"stack\.0\.attention .*looked at wq, wo, wk, wv"),
+    "gate_and_up_in_turns": (
+        lambda: built(feed=lambda: Feed(lambda y: y[..., ::2].sigmoid() * y[..., 1::2], halves=2)),
+        r"stack\.0\.feed \(Feed\) makes other numbers .*looked at fc1, fc2",
+    ),
+    "across_the_width": (lambda: built(feed=lambda: Feed(lambda y: y.softmax(-1))), r"stack\.0\.feed .*" + OTHER_NUMBERS),
+    "behind_the_sum": (lambda: built(feed=lambda: Feed(behind=lambda y, x: y.tanh())), r"stack\.0\.feed .*" + OTHER_NUMBERS),
+    "residual_inside": (lambda: built(feed=lambda: Feed(behind=lambda y, x: y + x)), r"stack\.0\.feed .*" + OTHER_NUMBERS),
+    "constant_inside": (lambda: built(feed=lambda: Feed(behind=lambda y, x: y + 1.0)), r"stack\.0\.feed .*" + OTHER_NUMBERS),
+}
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_code_that_makes_other_numbers_from_shares_is_refused(what, sequence):
+    make, words = REFUSED[what]
+    with pytest.raises(BadInput, match=words) as caught:
+        looked(make(), sequence=sequence)
+    assert caught.value.message.startswith("layout.tp = 2: ")
+    assert "layout.tp = 1" in caught.value.fix
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: built(Attention),
+        lambda: built(feed=lambda: Feed(lambda y: y.chunk(2, -1)[0].sigmoid() * y.chunk(2, -1)[1], halves=2)),
+        lambda: built(feed=lambda: Feed(behind=lambda y, x: 0.5 * y)),
+        lambda: built(feed=lambda: Feed(behind=lambda y, x: y.mul_(2.0))),
+    ],
+    ids=["keys of neighbours", "gate before up", "scaled", "scaled in place"],
+)
+def test_code_that_goes_with_shares_is_taken(make, tp):
+    assert looked(make(), tp=tp) is not None
+
+
+@pytest.mark.parametrize(("way", "runs"), [("parts", ((16, 32), (48, 64), (80, 96))), ("heads", ((48, 96),))])
+def test_fused_queries_keys_and_values_are_cut_as_the_code_reads_them(way, runs):
+    """Both ways have the same name and shape."""
+    seen = looked(built(lambda: Fused(way)))
+    attention = next(region for region in seen.regions["stack.1"] if region.path == "stack.1.attention")
+    assert attention.slicings["stack.1.attention.qkv.weight"].cut(1, 2).ranges == runs
+
+
+def test_code_that_looks_across_positions_keeps_the_whole_sequence():
+    with pytest.raises(
+        BadInput, match=r"stack\.0 \(Shifting\) makes .*looks across positions outside attention and feed"
+    ) as caught:
+        looked(built(wrap=Shifting))
+    assert "layout.sequence_parallel = false" in caught.value.fix
+    assert looked(built(wrap=Shifting), sequence=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        (lambda y: functional.dropout(y, 0.2), r"stack\.0\.feed\.fc1 \(Linear\) draws dropout of 0\.2: .*differently"),
+        (lambda y: y + torch.rand_like(y), r"draws random numbers \(rand_like\)"),
+    ],
+)
+def test_random_numbers_that_no_module_tells_of_are_refused(inside, words):
+    with pytest.raises(RuleBroken, match=words) as caught:
+        looked(built(feed=lambda: Feed(inside)))
+    assert caught.value.fix
+
+
+def test_dropout_in_attention_is_refused_and_dropout_of_nothing_is_none():
+    class Dropping(Fused):
+        share = 0.1
+
+        def forward(self, x):
+            q = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).transpose(1, 3)
+            mixed = functional.scaled_dot_product_attention(q[:, :, 0], q[:, :, 1], q[:, :, 2], dropout_p=self.share)
+            return self.proj(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+    with pytest.raises(RuleBroken, match=r"draws dropout of 0\.1 in attention"):
+        looked(built(lambda: Dropping("parts")))
+    Dropping.share = 0.0
+    assert looked(built(lambda: Dropping("parts"), lambda: Feed(lambda y: functional.dropout(y, 0.5, training=False))))
+
+
+def test_what_does_not_run_by_itself_is_taken_aloud():
+    class Deciding(Feed):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) else x  # looks at values, which a copy without memory does not have
+
+    with pytest.warns(UserWarning, match="blocks of PlainModel do not run by themselves, so that nobody has seen whether"):
+        model = built(feed=Deciding)
+        model.stack[0].register_forward_pre_hook(lambda _m, args: (args[0] + float(args[0].sum()) * 0,))
+        looked(model)
+
+
+# Families of transformers.
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"plain"}))
+def test_the_trial_agrees_with_parity_for_every_family(family):
+    """Nothing that parity shows to be right is refused."""
+    model = model_of(make_case(family, changes={"num_key_value_heads": 4} if family == "phi3" else None))
+    anatomy = find(model)
+    assert is_tested(model, anatomy) == (family != "modular")
+    for tp, sequence in ((2, True), (2, False), (4, True)):
+        found = {block: regions(model, block, WIDTH, tp) for block in anatomy.blocks}
+        assert try_numbers(model, anatomy, found, tp, CPU, sequence=sequence)
+
+
+def test_a_family_with_a_module_of_the_users_own_is_tried():
+    model = model_of(make_case("llama"))
+    model.model.layers[1].mlp = Feed(lambda y: y.softmax(-1))
+    with pytest.raises(BadInput, match=r"model\.layers\.1\.mlp \(Feed\) makes other numbers"):
+        looked(model)
+
+
+def test_trying_leaves_no_trace():
+    model = built(Attention)
+    before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    looked(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert (model.stack[0].attention.n_heads, model.stack[0].attention.n_kv_heads) == (HEADS, 2)
