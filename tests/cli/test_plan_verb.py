@@ -3,11 +3,15 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from fullstride.cli.main import main
-from fullstride.plan.plan import Plan
+from fullstride.plan.defaults import weights_cast
+from fullstride.plan.pipeline import plan_schedule
+from fullstride.plan.plan import Batch, Layout, Pipeline, Plan, Recompute, Shard
 from fullstride.plan.rules import check
-from fullstride.plan.toml import read_plan
+from fullstride.plan.schedule.text import write_schedule
+from fullstride.plan.toml import read_plan, write_plan
 
 HERE = ["--gpu", "h100-sxm", "--gpus", "8"]
 
@@ -96,6 +100,24 @@ def test_explain_of_a_pipeline(capfd, tmp_path, monkeypatch):
     for words in ("Memory by pipeline rank", "timeline, simulated", "Against the other plan", "times the tokens a second"):
         assert words in text
     assert isinstance(read_plan("two.toml"), Plan)
+
+
+def test_explain_of_a_schedule_file_says_which_figures_are_its_own(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told(capfd, "plan", "llama3-8b", *HERE, "--global-batch", "64", "-o", "one.toml")
+    plan = read_plan("one.toml")
+    piped = replace(
+        plan, layout=Layout(pp=plan.layout.world_size), shard=Shard(), batch=Batch(micro_batch=1, accumulation=64),
+        pipeline=Pipeline(schedule="gpipe"), precision=weights_cast(1, "none"), recompute=Recompute(),
+    )  # fmt: skip
+    write_schedule(plan_schedule(piped), "mine.schedule")
+    mine = replace(piped, pipeline=Pipeline(schedule="1f1b", schedule_file="mine.schedule"))
+    write_plan(mine, "mine.toml")
+    assert main(["explain", "mine.toml"]) in (0, 4)
+    text = " ".join(capfd.readouterr().out.split())
+    assert "In the order of mine.schedule; terms and rows above are those of 1f1b." in text
+    assert "0P" not in text  # nothing is said of data parallelism where there is none
+    assert "In this order rank " in text and "on a device of 79.6 GiB" in text  # all micro-batches stand in gpipe
 
 
 def test_explain_of_a_layout_that_no_framework_could_do(capfd, tmp_path, monkeypatch):

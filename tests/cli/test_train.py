@@ -57,6 +57,18 @@ def workers(monkeypatch):
     return use
 
 
+def test_a_schedule_file_that_cannot_be_run_is_refused_before_anything_is_started(plan_file, tmp_path, capfd):
+    (tmp_path / "mine.schedule").write_text("kind=schedule format=1 name=mine pp=2 chunks=1 placement=loop samples=4")
+    two = ["--set", "layout.pp=2", "--set", "layout.dp_replicate=1", "--set", "pipeline.schedule=1f1b"]
+    two += ["--set", "shard.carrier=none", "--set", "shard.stage=0", "--set", "pipeline.schedule_file=mine.schedule"]
+    plan = read_plan(plan_file)
+    two += ["--set", f"batch.accumulation={plan.workload.samples_per_step // plan.batch.micro_batch}"]
+    assert cli.main(["train", plan_file, "-o", "run", *two]) == 3
+    told = " ".join(capfd.readouterr().err.split())
+    assert "pipeline.schedule_file mine.schedule: samples [0,4) have no forward on stage 0 (and 13 faults more)" in told
+    assert not Path("run").exists()
+
+
 def test_a_run_from_start_to_end_then_again(plan_file, workers, capfd):
     asked = workers()
     words = ["train", plan_file, "--data", "x y.txt", "--eval", "e.txt", "-o", "run", "--steps", "2", "--save-every", "5"]

@@ -7,6 +7,7 @@ from fullstride.plan.ledger.table import ledger, moments_of
 from fullstride.plan.pipeline import RUNNING, balanced_layers, choose_sizes, plan_durations, plan_schedule, plan_timeline
 from fullstride.plan.plan import Batch, Layout, Pipeline, Workload
 from fullstride.plan.schedule.checker import faults
+from fullstride.plan.schedule.text import schedule_text
 
 SPEC = llama(hidden=2048, blocks=16, heads=16, kv_heads=8, ffn=8192, vocab=32_000, positions=8192)
 WIDE = llama(hidden=1024, blocks=12, heads=16, kv_heads=8, ffn=2816, vocab=200_000, positions=8192)
@@ -40,6 +41,39 @@ def test_the_actions_of_a_plan_can_be_run():
 
     assert schedule.samples == 18
     assert faults(schedule.actions, schedule.placement, schedule.samples) == ()
+
+
+def filed(tmp_path, plan, text=None, **changes):
+    """The plan with its own schedule in a file, or with another text there."""
+    path = tmp_path / "mine.schedule"
+    path.write_text(text or schedule_text(plan_schedule(plan)))
+    return replace(plan, pipeline=replace(plan.pipeline, schedule_file=str(path), **changes))
+
+
+def test_a_file_is_named_with_the_pair_at_fault(tmp_path):
+    plan = piped("1f1b", pp=2, many=2)
+    text = schedule_text(plan_schedule(plan))
+    assert plan_schedule(filed(tmp_path, plan, "\ufeff" + text)) == plan_schedule(plan)  # some editors begin a file so
+    lines = text.splitlines()
+    one, two = lines.index("1:forward c0 [0,1)"), lines.index("1:backward c0 [0,1)")
+    lines[one], lines[two] = lines[two], lines[one]
+    with pytest.raises(RuleBroken) as refused:
+        plan_schedule(filed(tmp_path, plan, "\n".join(lines)))
+    assert refused.value.message == (
+        f"pipeline.schedule_file {tmp_path / 'mine.schedule'}: 1:forward c0 [0,1) and 1:backward c0 [0,1): "
+        "backward stands before forward"
+    )
+
+
+def test_a_file_and_its_plan_are_of_one_mind_on_sizes_and_on_there_being_a_pipeline(tmp_path):
+    plan = piped("1f1b", pp=2, micro=2, many=2, micro_batch_per_stage=(4, 2))
+    plan_schedule(filed(tmp_path, plan))
+    with pytest.raises(RuleBroken, match=r"up to \[4, 2\] samples on its stages, the plan \[2, 2\]") as refused:
+        plan_schedule(filed(tmp_path, plan, micro_batch_per_stage=()))
+    assert refused.value.fix == "set pipeline.micro_batch_per_stage = [4, 2]"
+    one = replace(filed(tmp_path, plan, schedule="none", micro_batch_per_stage=()), layout=Layout())
+    with pytest.raises(RuleBroken, match=r"mine.schedule with layout.pp = 1: one stage takes no turns"):
+        plan_schedule(one)
 
 
 def test_the_order_of_schedules_is_that_of_their_bubbles():

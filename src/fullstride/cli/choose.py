@@ -70,7 +70,7 @@ def checked(plan: Plan, spec: ModelSpec, cluster: Cluster | None, out: Output) -
 
     Raises:
         BadInput: the plan was made for another network.
-        RuleBroken: a rule forbids it, for this model or on this cluster.
+        RuleBroken: a rule forbids it, for this model or on this cluster, or its schedule file cannot be run.
     """
     if plan.model.digest and spec.digest != plan.model.digest:
         raise BadInput(
@@ -78,6 +78,10 @@ def checked(plan: Plan, spec: ModelSpec, cluster: Cluster | None, out: Output) -
             fix="plan again for this model, or empty model.digest in the plan to use it all the same",
         )
     require(plan, spec, cluster)
+    if plan.pipeline.schedule_file:
+        from fullstride.plan.pipeline import plan_schedule  # seldom asked, and the commands start faster without
+
+        plan_schedule(plan)
     for line in inert(plan):
         out.warn(line)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -117,8 +116,16 @@ def _timeline(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[AnyBlock, 
     from fullstride.plan.pipeline import plan_timeline
     from fullstride.plan.timeline_page import timeline_blocks
 
-    blocks: Any = timeline_blocks(plan_timeline(plan, spec, cluster))
-    return (Heading(text="The pipeline's timeline, simulated"), *blocks)
+    timeline = plan_timeline(plan, spec, cluster)
+    blocks: list[AnyBlock] = [Heading(text="The pipeline's timeline, simulated"), *timeline_blocks(timeline)]
+    if plan.pipeline.schedule_file:
+        order = f"In the order of {plan.pipeline.schedule_file}; terms and rows above are those of {plan.pipeline.schedule}."
+        blocks.insert(1, Text(text=order))
+        fullest, most = max(timeline.ranks, key=lambda rank: rank.peak_bytes), cluster.device.memory_bytes.value
+        if fullest.peak_bytes > most:
+            needs = f"{format_bytes(round(fullest.peak_bytes))} on a device of {format_bytes(round(most))}"
+            blocks.insert(2, Text(text=f"In this order rank {fullest.rank} needs {needs}.", tone="bad"))
+    return tuple(blocks)
 
 
 VERB = Explain()

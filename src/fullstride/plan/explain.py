@@ -305,12 +305,15 @@ def _volumes(plan: Plan, spec: ModelSpec) -> tuple[Text, ...]:
     if plan.layout.world_size == 1:
         return ()
     moved, count = volumes(plan, spec), num_parameters(spec)
+    if not moved.total:
+        return ()
     words = [
         f"{name} {share / count:.3g}P"
         for name, share in (("gathers", moved.gathered), ("reduce-scatters", moved.reduced), ("all-reduces", moved.all_reduced))
         if share
     ]
-    return (Text(text=f"Each step moves {moved.total / count:.3g}P elements a rank ({', '.join(words)}).", tone="quiet"),)
+    told = f"Each step moves {moved.total / count:.3g}P elements a rank for data parallelism ({', '.join(words)})."
+    return (Text(text=told, tone="quiet"),)
 
 
 def against_blocks(plan: Plan, estimate: Estimate, other: Plan, its: Estimate) -> list[AnyBlock]:

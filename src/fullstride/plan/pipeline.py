@@ -27,7 +27,7 @@ from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Plan
 from fullstride.plan.schedule.balance import balance_stages
-from fullstride.plan.schedule.checker import require_runnable
+from fullstride.plan.schedule.checker import faults
 from fullstride.plan.schedule.generators import generate
 from fullstride.plan.schedule.placement import placement_of
 from fullstride.plan.schedule.sizes import SizeChoice, choose_micro_batches
@@ -61,7 +61,8 @@ def plan_schedule(plan: Plan) -> Schedule:
     """What each pipeline rank does in one step.
 
     Raises:
-        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes, or the schedule file is for others.
+        RuleBroken: the schedule cannot work with the plan's chunks, micro-batches or sizes, or the schedule file is for others
+            or cannot be run: names the actions at fault.
         BadInput: no such schedule file, or its content is none.
     """
     name, pp, chunks, samples = schedule_of(plan), plan.layout.pp, chunks_of(plan), samples_of(plan)
@@ -72,6 +73,9 @@ def plan_schedule(plan: Plan) -> Schedule:
 
 
 def _from_file(plan: Plan) -> Schedule:
+    where = f"pipeline.schedule_file {plan.pipeline.schedule_file}"
+    if plan.layout.pp == 1:
+        raise RuleBroken(f"{where} with layout.pp = 1: one stage takes no turns", fix="empty pipeline.schedule_file")
     found = read_schedule(plan.pipeline.schedule_file)
     wanted = placement_of(schedule_of(plan), plan.layout.pp, chunks_of(plan))
     if found.placement != wanted or found.samples != samples_of(plan):
@@ -80,11 +84,34 @@ def _from_file(plan: Plan) -> Schedule:
             for where, count in ((found.placement, found.samples), (wanted, samples_of(plan)))
         )
         raise RuleBroken(
-            f"pipeline.schedule_file {plan.pipeline.schedule_file} has {has}, the plan {asked}",
+            f"{where} has {has}, the plan {asked}",
             fix="set layout.pp, pipeline.schedule, pipeline.chunks and the samples of a step to the file's",
         )
-    require_runnable(found.actions, found.placement, found.samples)
+    if broken := faults(found.actions, found.placement, found.samples):
+        more = f" (and {len(broken) - 1} faults more)" if len(broken) > 1 else ""
+        raise RuleBroken(f"{where}: {broken[0].message}{more}", fix="correct the schedule")
+    split = next((action for action in found.actions if action.kind == "input_grad"), None)
+    if split and plan.shard.carrier == "fsdp2":  # what the rules refuse by a schedule's name is refused in a file too
+        raise RuleBroken(
+            f"{where}: {split.text()} with shard.carrier = 'fsdp2', which takes weight gradients in the backward alone",
+            fix="use carrier flat, or whole backwards",
+        )
+    _require_sizes(found, plan, where)
     return found
+
+
+def _require_sizes(schedule: Schedule, plan: Plan, where: str) -> None:
+    """Memory is counted for the plan's sizes, so the largest micro-batch of each stage in a file has the plan's size."""
+    largest = [0] * schedule.placement.num_stages
+    for action in schedule.actions:
+        if action.kind == "forward":
+            stage = schedule.placement.stage(action.rank, action.chunk)
+            largest[stage] = max(largest[stage], action.hi - action.lo)
+    if tuple(largest) != sizes_of(plan):
+        raise RuleBroken(
+            f"{where} has micro-batches of up to {largest} samples on its stages, the plan {list(sizes_of(plan))}",
+            fix=f"set pipeline.micro_batch_per_stage = {largest}",
+        )
 
 
 def plan_timeline(plan: Plan, spec: ModelSpec, cluster: Cluster, *, record: bool = True) -> PipelineTimeline:

@@ -70,21 +70,10 @@ def cut_to_stages(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Mesh) ->
     """
     schedule = plan_schedule(plan)
     require_runnable(schedule.actions, schedule.placement, schedule.samples)
-    _require_carried(schedule, plan)
     rank = mesh.coordinate("pp")
     cut = Cut(model, anatomy, schedule.placement, rank, plan.pipeline.layers_per_stage, TORCH_DTYPE[_before_blocks(plan)])
     tied = tied_group(mesh, schedule.placement) if anatomy.tied else None
     return Stages(schedule=schedule, cut=cut, tied=tied if cut.tied else None)
-
-
-def _require_carried(schedule: Schedule, plan: Plan) -> None:
-    """What the rules refuse by a schedule's name is refused in a file too."""
-    split = next((action for action in schedule.actions if action.kind == "input_grad"), None)
-    if split and plan.shard.carrier == "fsdp2":
-        raise RuleBroken(
-            f"{split.text()} with shard.carrier = 'fsdp2', which takes weight gradients in the backward alone",
-            fix="use carrier flat, or whole backwards",
-        )
 
 
 def executor_of(stages: Stages, plan: Plan, mesh: Mesh, carrier: Carrier, units: tuple[Unit, ...]) -> Executor:

@@ -103,7 +103,7 @@ def read_schedule(path: Path | str) -> Schedule:
         EnvironmentFault: it may not be read.
     """
     try:
-        return parse_schedule(read_bytes(path).decode(), str(path))
+        return parse_schedule(read_bytes(path).decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: is not UTF-8 text ({error.reason})", fix="give a schedule file") from None
 
