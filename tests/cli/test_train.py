@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,21 @@ def test_a_schedule_file_that_cannot_be_run_is_refused_before_anything_is_starte
     told = " ".join(capfd.readouterr().err.split())
     assert "pipeline.schedule_file mine.schedule: samples [0,4) have no forward on stage 0 (and 13 faults more)" in told
     assert not Path("run").exists()
+
+
+def test_a_rank_that_hangs_does_not_hold_up_the_end_once_the_failure_is_told(plan_file, tmp_path, capfd, monkeypatch):
+    told = to_json(Failure(failure="hang", rank=1, message="rank 1 did not come")).decode()
+    program = f"import pathlib, sys, time; pathlib.Path(sys.argv[1], 'FAILED.json').write_text({told!r}); time.sleep(120)"
+
+    def command(run_dir, plan, **options):
+        return Job(run_dir=run_dir.root, num_processes=2, command=(sys.executable, "-c", program, run_dir.root))
+
+    monkeypatch.setattr(train, "worker_command", command)
+    monkeypatch.setattr(train, "_END_SECONDS", 0.3)
+    began = time.monotonic()
+    assert cli.main(["train", plan_file, "-o", "run"]) == 7
+    assert time.monotonic() - began < 60
+    assert "hang on rank 1: rank 1 did not come" in capfd.readouterr().err
 
 
 def test_a_run_from_start_to_end_then_again(plan_file, workers, capfd):

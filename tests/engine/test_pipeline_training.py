@@ -116,11 +116,14 @@ def test_a_run_goes_on_in_another_layout_after_its_stage_was_killed(plan, tmp_pa
 @pytest.mark.multi
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_named_within_the_time_out(plan, tmp_path):
-    short = msgspec.structs.replace(plan, pipeline=Pipeline(schedule="1f1b"), comm=Comm(timeout_seconds=8.0))
+    """Of four stages three wait, one of them for a stage that waits itself."""
+    comm, layout = Comm(timeout_seconds=8.0), Layout(pp=4)
+    short = msgspec.structs.replace(plan, pipeline=Pipeline(schedule="1f1b"), comm=comm, layout=layout)
     began = time.monotonic()
     run_dir, status = trained(short, tmp_path / "run", fault="hang:step:2:1")
     failure = failure_of(run_dir, status)
-    assert status != 0 and failure.failure == "hang"
+    assert status != 0 and (failure.failure, failure.rank) == ("hang", 1)
+    assert failure.message.startswith("rank 1 did not come; ")
     assert "stage 0 (rank 0) waited 8 s for gradients of samples [0, 1) from stage 1 (rank 1)" in failure.message
     assert time.monotonic() - began < 150
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullstride.engine.channel import Channel
-from fullstride.engine.failures import NotFinite, failure_of
+from fullstride.engine.failures import NotFinite, failure_of, missing
 from fullstride.engine.memory_stats import MemoryMeter
 from fullstride.engine.orders import last_reply
 from fullstride.engine.recorder import StepRecorder
@@ -21,7 +21,7 @@ from fullstride.engine.signals import StopFlag
 from fullstride.engine.trace import Tracer, append_spans, kernel_class, merged, minus, union
 from fullstride.errors import BadInput, EnvironmentFault, TimedOut, UsageError
 from fullstride.events import EventWriter, Span, StepEnd, read_events
-from fullstride.rundir import RunDir
+from fullstride.rundir import Failure, RunDir
 from fullstride.testing.clock import FakeClock
 from fullstride.testing.faults import Fault, parse_fault
 
@@ -192,6 +192,30 @@ def test_ranks_talk_through_the_store():
 def test_a_silent_rank_is_named_when_the_wait_ends():
     with pytest.raises(TimedOut, match=r"waited 0 s for rank 1: replies"):
         channels(2)[0].gather(b"", what="replies", seconds=0.2)
+
+
+def test_what_ranks_leave_is_heard_and_the_last_one_is_not_waited_for_long():
+    ends = channels(3)
+    ends[0].tell("waits", "for 1")
+    assert ends[2].told("waits", 0.2) == {0: "for 1"}
+    ends[2].tell("waits", "for 1 too")
+    began = time.monotonic()
+    assert ends[2].told("waits", 30.0) == {0: "for 1", 2: "for 1 too"}
+    assert time.monotonic() - began < 10
+    assert Channel(None, 0, 1).told("waits", 30.0) == {}
+
+
+def test_a_hang_is_the_fault_of_the_rank_that_is_not_heard_of():
+    said = "stage 3 (rank 3) waited 8 s for activations from stage 2 (rank 2)"
+    hang = Failure(failure="hang", message=said, rank=3)
+    told = {0: "stage 0 (rank 0) waited 8 s for gradients from stage 1 (rank 1)", 3: said}
+    found = missing(hang, told | {2: "stage 2 (rank 2) waited 8 s for activations from stage 1 (rank 1)"}, 4)
+    assert (found.rank, found.message) == (1, f"rank 1 did not come; {told[0]}")
+    late = missing(hang, told, 4)
+    assert (late.rank, late.message) == (3, f"{said} (not heard of: ranks 1, 2)")
+    assert missing(hang, dict.fromkeys(range(4), said), 4) == hang
+    found = missing(msgspec.structs.replace(hang, message="Timed out waiting 8000ms"), {0: "lost", 1: "lost", 3: "-"}, 4)
+    assert (found.rank, found.message) == (2, "rank 2 did not come; rank 3 waited in vain: Timed out waiting 8000ms")
 
 
 def test_a_signal_asks_for_the_end_and_handlers_are_given_back():

@@ -33,6 +33,9 @@ _POLL_SECONDS = 0.1
 _SAVE_SECONDS = 120.0
 """How long an interrupted run may take to save before it is killed."""
 
+_END_SECONDS = 5.0
+"""How long workers may stay once one of them has told of a failure: their launcher would wait longer for one that hangs."""
+
 
 class Train:
     """Train with a plan; the same command goes on from the newest whole checkpoint.
@@ -158,12 +161,15 @@ def _launch(job: Job, run_dir: RunDir, plan: Plan, out: Output) -> Tail:
     Raises:
         RunFailed: they ended badly; the exit code follows the cause.
     """
-    tail, kills = Tail(run_dir.events(0)), oom_kills()
+    tail, kills, failed_at = Tail(run_dir.events(0)), oom_kills(), 0.0
     process = start(job)
     try:
         with ProgressView(f"train {plan.model.source}") as view:
             view.phase("building")
             while (code := process.poll()) is None:
+                failed_at = (failed_at or time.monotonic()) if run_dir.failed.exists() else 0.0
+                if failed_at and time.monotonic() - failed_at > _END_SECONDS:
+                    process.kill()
                 began = tail.last is not None
                 told = tail.read()
                 if tail.last and not began:

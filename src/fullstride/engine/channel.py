@@ -6,6 +6,7 @@ It works while a collective hangs or a rank has left, because nothing but the st
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from fullstride.errors import TimedOut
 
 _untyped: Any = dist  # the stores carry no types
+_LOOK_SECONDS, _LAST_SECONDS = 0.1, 1.0
 
 
 class Channel:
-    """One rank's end. All ranks make the same calls in the same order, except `claim`, which any rank may make."""
+    """One rank's end. All ranks make the same calls in the same order, except `claim`, `tell` and `told`: any rank may."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         """Speak through `store`; None where there is one rank."""
@@ -55,6 +57,26 @@ class Channel:
     def claim(self, name: str) -> bool:
         """Whether this rank is the first to ask for `name`."""
         return self._store is None or bool(self._store.add(f"claim/{name}", 1) == 1)
+
+    def tell(self, name: str, words: str) -> None:
+        """Leave words under a name for whoever asks; returns at once."""
+        if self._store is not None:
+            self._store.set(f"told/{name}/{self.rank}", words.encode())
+
+    def told(self, name: str, seconds: float) -> dict[int, str]:
+        """What ranks have left under a name, by rank, as far as it comes in time; for the last rank little time is enough."""
+        if self._store is None:
+            return {}
+        keys = {rank: f"told/{name}/{rank}" for rank in range(self.world_size)}
+        there: list[int] = []
+        end = time.monotonic() + seconds
+        while len(there) < self.world_size and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            found = [rank for rank, key in keys.items() if self._store.check([key])]
+            if len(found) > len(there) and len(found) == self.world_size - 1:
+                end = min(end, time.monotonic() + _LAST_SECONDS)
+            there = found
+        return {rank: bytes(self._store.get(keys[rank])).decode() for rank in there}
 
     def _next_turn(self) -> int:
         self._turn += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 
+import msgspec
 import torch
 
 from fullstride.errors import DoesNotFit, EnvironmentFault, FullstrideError, TimedOut
@@ -41,6 +42,24 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         fix="look at the other ranks' logs" if lost else fix,
         wanted_bytes=int(float(wanted[1]) * _UNIT[wanted[2]]) if wanted and kind == "out_of_memory" else 0,
     )
+
+
+def missing(failure: Failure, told: dict[int, str], world_size: int) -> Failure:
+    """A hang as the fault of the rank that did not say it waits, where there is one: who waits is heard of, and speaks.
+
+    Args:
+        failure: of the rank that spoke first.
+        told: what each rank that waited in vain said, by rank.
+        world_size: all ranks.
+    """
+    silent = [rank for rank in range(world_size) if rank not in told]
+    if len(silent) != 1:
+        more = f" (not heard of: ranks {', '.join(map(str, silent))})" if silent else ""
+        return msgspec.structs.replace(failure, message=failure.message + more)
+    (rank,) = silent
+    words = next((words for words in told.values() if f"(rank {rank})" in words), failure.message)
+    who = f"rank {failure.rank} waited in vain: " if "(rank " not in words else ""
+    return msgspec.structs.replace(failure, rank=rank, message=f"rank {rank} did not come; {who}{words}")
 
 
 def _classify(error: BaseException) -> tuple[FailureClass, str, str]:

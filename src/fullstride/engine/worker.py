@@ -7,6 +7,7 @@ wrong is told once, by the first rank that met it: as a Failure in `FAILED.json`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fullstride.engine.assembly import Writer
-from fullstride.engine.failures import failure_of
+from fullstride.engine.failures import failure_of, missing
 from fullstride.engine.orders import OrderLoop
 from fullstride.engine.process import Place, join, versions, write_versions
 from fullstride.engine.trainer import TrainOptions, train
@@ -28,6 +29,8 @@ from fullstride.rundir import Failure, Reply, RunDir
 
 LOST_SECONDS = 2.0
 """How long a rank that lost its peers stays, so that the launcher first sees the one that ended first."""
+HEARD_SECONDS = 10.0
+"""How long the first rank that waited in vain listens for the others; the one that is not heard of is the one that hangs."""
 IDLE_SECONDS = 1800.0
 """How long a worker waits for an order before it ends."""
 
@@ -69,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         loop = OrderLoop(place, Writer(run_dir, events), args.idle_seconds)
         loop.run()
     except BaseException as error:
-        lost = _tell(error, rank, run_dir, place, loop)
-        _end(error, events, lost)
+        _end(error, events, _tell(error, rank, run_dir, place, loop))
     events.close()
     _leave()
     return 0
@@ -104,22 +106,41 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _tell(error: BaseException, rank: int, run_dir: RunDir, place: Place | None, loop: OrderLoop | None) -> bool:
-    """Say what went wrong, unless another rank has; returns whether this rank only lost its peers, whose word it is then."""
+def _tell(error: BaseException, rank: int, run_dir: RunDir, place: Place | None, loop: OrderLoop | None) -> float:
+    """Say what went wrong, unless another rank has; returns the seconds to stay, where it is another's word that counts."""
     failure = failure_of(error, rank)
     if isinstance(error, FullstrideError):
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
-    if failure.rank == -1 or isinstance(error, KeyboardInterrupt | SystemExit) or not _first(place):
-        return failure.rank == -1
+    waits = place if failure.failure == "hang" else None
+    if place and (waits or failure.rank == -1):  # a rank that lost its peer lives, and is not the one that hangs
+        _say_waiting(place, failure)
+    if failure.rank == -1:
+        return LOST_SECONDS
+    if isinstance(error, KeyboardInterrupt | SystemExit) or not _first(place):
+        return HEARD_SECONDS + LOST_SECONDS if waits else 0.0
+    if waits:
+        failure = _with_missing(waits, failure)
     try:
         write_json(run_dir.failed, failure)
         if loop:
             write_json(run_dir.reply(loop.number), _bad_reply(loop.number, failure))
     except EnvironmentFault as full:
         print(f"rank {rank}: {full}", file=sys.stderr, flush=True)
-    return False
+    return 0.0
+
+
+def _say_waiting(place: Place, failure: Failure) -> None:
+    with contextlib.suppress(RuntimeError):  # the store has gone with its host
+        place.channel.tell("waits", failure.message)
+
+
+def _with_missing(place: Place, failure: Failure) -> Failure:
+    try:
+        return missing(failure, place.channel.told("waits", HEARD_SECONDS), place.world_size)
+    except RuntimeError:
+        return failure
 
 
 def _first(place: Place | None) -> bool:
@@ -133,10 +154,9 @@ def _bad_reply(number: int, failure: Failure) -> Reply:
     return Reply(number=number, ok=False, seconds=0.0, failure=failure)
 
 
-def _end(error: BaseException, events: EventWriter | None, lost: bool) -> NoReturn:
+def _end(error: BaseException, events: EventWriter | None, stay_seconds: float) -> NoReturn:
     """Leave at once: a tidy end would wait for ranks that hang in a collective."""
-    if lost:
-        time.sleep(LOST_SECONDS)
+    time.sleep(stay_seconds)
     if events:
         try:
             events.write(RunEnd(time_ns=now_ns(), cause="error", note=type(error).__name__))
