@@ -8,6 +8,8 @@ from fullstride.plan.pipeline import RUNNING, balanced_layers, choose_sizes, pla
 from fullstride.plan.plan import Batch, Layout, Pipeline, Workload
 from fullstride.plan.schedule.checker import faults
 from fullstride.plan.schedule.text import schedule_text
+from fullstride.plan.sizes_page import sizes_blocks
+from fullstride.units import format_seconds
 
 SPEC = llama(hidden=2048, blocks=16, heads=16, kv_heads=8, ffn=8192, vocab=32_000, positions=8192)
 WIDE = llama(hidden=1024, blocks=12, heads=16, kv_heads=8, ffn=2816, vocab=200_000, positions=8192)
@@ -34,6 +36,45 @@ def test_every_schedule_has_a_timeline_whose_peaks_are_the_ledgers(schedule, chu
     for rank in timeline.ranks:
         moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank.rank)}
         assert rank.peak_bytes == pytest.approx(max(moments[name] for name in RUNNING), rel=1e-6)
+
+
+def ledgers(plan, spec, cluster):
+    rows = ledger(plan, spec, cluster)
+    found = [{m.name: m.bytes for m in moments_of(rows, stage=rank)} for rank in range(plan.layout.pp)]
+    return tuple(max(moments[name] for name in RUNNING) for moments in found)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("sizes", [(4, 2, 2, 2), (1, 1, 1, 2), (2, 1, 2, 4)])
+def test_with_a_size_for_each_stage_peaks_are_the_ledgers_too(schedule, sizes):
+    plan = piped(schedule, micro=2, micro_batch_per_stage=sizes)
+    timeline = plan_timeline(plan, SPEC, gpus())
+
+    assert tuple(rank.peak_bytes for rank in timeline.ranks) == pytest.approx(ledgers(plan, SPEC, gpus()), rel=1e-6)
+
+
+def test_sizes_are_chosen_by_what_the_ledger_says_of_them():
+    choice = choose_sizes(piped(pp=2, many=8), SPEC, gpus())
+    for trial in (choice.best, choice.uniform, choice.proportional):
+        own = piped(pp=2, many=8, micro_batch_per_stage=trial.sizes)
+        assert trial.peak_bytes == pytest.approx(ledgers(own, SPEC, gpus()), rel=1e-6)
+
+
+def test_the_page_sets_chosen_sizes_beside_one_size_and_the_formula():
+    plan = piped(pp=2, micro=4, many=2)
+    timeline = plan_timeline(plan, SPEC, gpus())
+    heading, table = sizes_blocks(plan, SPEC, gpus(), timeline)
+    choice = choose_sizes(plan, SPEC, gpus())
+    assert heading.text == "Micro-batch sizes by stage"
+    assert [row.cells[0] for row in table.rows] == ["this plan", "best of one size", "chosen by simulation", "proportional"]
+    told = [row.cells[1] for row in table.rows]
+    found = [sizes.sizes for sizes in (choice.uniform, choice.best, choice.proportional)]
+    assert told == ["4 4", *(" ".join(map(str, sizes)) for sizes in found)]
+    assert table.rows[2].cells[2] == format_seconds(choice.best.step_seconds)
+    (_, small_text) = sizes_blocks(plan, SPEC, small(gpus(), 2**30), timeline)
+    assert small_text.text.startswith("no micro-batch sizes fit: the closest, (")
+    one = piped(pp=2, micro=1, many=1)
+    assert sizes_blocks(one, SPEC, gpus(), plan_timeline(one, SPEC, gpus())) == ()
 
 
 def test_the_actions_of_a_plan_can_be_run():

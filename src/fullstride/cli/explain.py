@@ -114,6 +114,7 @@ def _timeline(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[AnyBlock, 
         return (Text(text=told, tone="quiet"),)
     # Other plans need no simulator, and the command starts faster without.
     from fullstride.plan.pipeline import plan_timeline
+    from fullstride.plan.sizes_page import sizes_blocks
     from fullstride.plan.timeline_page import timeline_blocks
 
     timeline = plan_timeline(plan, spec, cluster)
@@ -125,7 +126,7 @@ def _timeline(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[AnyBlock, 
         if fullest.peak_bytes > most:
             needs = f"{format_bytes(round(fullest.peak_bytes))} on a device of {format_bytes(round(most))}"
             blocks.insert(2, Text(text=f"In this order rank {fullest.rank} needs {needs}.", tone="bad"))
-    return tuple(blocks)
+    return *blocks, *sizes_blocks(plan, spec, cluster, timeline)
 
 
 VERB = Explain()

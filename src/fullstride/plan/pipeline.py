@@ -22,7 +22,7 @@ from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import Piece, local_tokens, pieces
 from fullstride.plan.estimate import MomentName, Row
 from fullstride.plan.facts import Part, compute_bytes
-from fullstride.plan.ledger.alive import alive
+from fullstride.plan.ledger.alive import alive, micro_batch_of
 from fullstride.plan.ledger.table import ledger, moments_of, peak_of
 from fullstride.plan.placement import slowest
 from fullstride.plan.plan import Plan
@@ -143,7 +143,9 @@ def plan_durations(plan: Plan, spec: ModelSpec, cluster: Cluster, sizes: tuple[i
         sizes: samples of a micro-batch on each stage; empty for the plan's own.
     """
     cluster = slowest(cluster)
-    stages, sizes = stages_of(plan, spec), sizes or sizes_of(plan)
+    if sizes:
+        plan = replace(plan, pipeline=replace(plan.pipeline, micro_batch_per_stage=sizes))
+    stages, sizes = stages_of(plan, spec), sizes_of(plan)
     held = [_held(sized(plan, size), spec, cluster, stage, stages) for stage, size in zip(stages, sizes, strict=True)]
     rows = ledger(plan, spec, cluster)
     memory = [_bytes(plan, rows, rank) for rank in range(plan.layout.pp)]
@@ -332,8 +334,9 @@ def _bytes(plan: Plan, rows: tuple[Row, ...], rank: int) -> _Bytes:
     moments = {moment.name: moment.bytes for moment in moments_of(rows, stage=rank)}
     fullest = max(RUNNING, key=lambda name: moments[name])
     kept, working = _at(rows, fullest, "activations"), _at(rows, fullest, "logits", "recompute")
-    samples = max(1.0, math.fsum(alive(plan, rank))) * plan.batch.micro_batch
-    return _Bytes(kept / samples, working / plan.batch.micro_batch, moments[fullest] - kept - working)
+    size = micro_batch_of(plan, rank)
+    samples = max(1.0, math.fsum(alive(plan, rank))) * size
+    return _Bytes(kept / samples, working / size, moments[fullest] - kept - working)
 
 
 def _at(rows: tuple[Row, ...], moment: MomentName, *kinds: str) -> float:
