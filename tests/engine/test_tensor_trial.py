@@ -157,6 +157,98 @@ def test_code_that_looks_across_positions_keeps_the_whole_sequence():
     assert looked(built(wrap=Shifting), sequence=False) is not None
 
 
+class Around(PlainModel):
+    """A model whose top level does something of its own with the hidden state."""
+
+    between, behind = (staticmethod(lambda x: x) for _ in range(2))
+
+    def __init__(self):
+        super().__init__(modular=True, depth=2)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.stack:
+            x = self.between(block(x))
+        return self.to_vocab(self.last_norm(self.behind(x)))
+
+
+def around(**does):
+    model = Around()
+    for name, code in does.items():
+        setattr(model, name, code)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: around(between=lambda x: x - x.mean(1, keepdim=True)), "looks across positions: it makes other numbers"),
+        (lambda: around(behind=lambda x: x - x.mean(1, keepdim=True)), "looks across positions: it makes other numbers"),
+        (
+            lambda: around(between=lambda x: x + torch.linspace(0, 1, 4)[:, None]),
+            r"does not run where .*tensor a \(2\) must match",
+        ),
+    ],
+    ids=["between blocks", "behind the last", "positions of its own"],
+)
+def test_a_top_level_that_looks_across_positions_keeps_the_whole_sequence(make, words):
+    with pytest.raises(BadInput, match=r"layout\.tp = 2: the code of Around around stack " + words) as caught:
+        looked(make())
+    assert "layout.sequence_parallel = false" in caught.value.fix
+    assert looked(make(), sequence=False) is not None
+
+
+def test_a_top_level_that_takes_positions_one_by_one_is_taken():
+    assert looked(around(between=lambda x: 0.5 * x, behind=torch.tanh)) is not None
+
+
+def test_blocks_that_return_tuples_are_followed():
+    class Pair(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.before, self.between, self.attention, self.feed = block.before, block.between, block.attention, block.feed
+
+        def forward(self, x):
+            x = x + self.attention(self.before(x))
+            return x + self.feed(self.between(x)), x.detach()
+
+    model = around(between=lambda made: made[0])
+    for index, block in enumerate(model.stack):
+        model.stack[index] = Pair(block)
+    assert looked(model) is not None
+    model.between = lambda made: made[0] - made[0].mean(1, keepdim=True)
+    with pytest.raises(BadInput, match="around stack looks across positions"):
+        looked(model)
+
+
+class Named(nn.Module):
+    """Hands attention its input by a name of its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.before, self.attention, self.between, self.feed = block.before, block.attention, block.between, block.feed
+
+    def forward(self, x):
+        x = x + self.attention(x=self.before(x))
+        return x + self.feed(self.between(x))
+
+
+def test_a_hidden_state_that_nobody_would_find_is_refused():
+    with pytest.raises(BadInput, match=r"stack\.0\.attention \(_HeadedAttention\) is called without .*looked at x\)"):
+        looked(built(wrap=Named))
+    with pytest.raises(BadInput, match=r"stack\.0\.feed \(Feed\) returned a list"):
+        looked(built(feed=lambda: Feed(behind=lambda y, x: [y])))
+
+
+@pytest.mark.parametrize("name", ["scale_grad_by_freq", "sparse"])
+def test_tables_with_gradients_of_their_own_are_refused(name):
+    model = built()
+    model.table = nn.Embedding(61, WIDTH, **{name: True})
+    with pytest.raises(RuleBroken, match=rf"layout\.tp = 2, table \(Embedding\) has {name} = True") as caught:
+        looked(model)
+    assert caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("inside", "words"),
     [

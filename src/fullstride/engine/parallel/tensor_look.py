@@ -17,6 +17,7 @@ from fullstride.engine.anatomy_region import FUSED, FUSED_ELSE, Region
 from fullstride.engine.parallel.collectives import Ranks
 from fullstride.engine.parallel.tensor_random import draws
 from fullstride.engine.parallel.tensor_shares import set_shares
+from fullstride.engine.parallel.tensor_stream import try_stream
 from fullstride.engine.parallel.tensor_trial import is_tested, try_numbers
 from fullstride.engine.pieces import Cut
 from fullstride.errors import BadInput, RuleBroken
@@ -82,6 +83,8 @@ def _that_holds(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.de
     found = _read(model, anatomy, plan, FUSED)
     if is_tested(model, anatomy):
         return found
+    if plan.layout.sequence_parallel:
+        try_stream(model, anatomy, found, plan.layout.tp)
     try:
         _try(model, anatomy, found, plan, device)
     except BadInput:
@@ -195,6 +198,13 @@ def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
         raise RuleBroken(
             f"layout.tp = {tp}, {drawn}: tensor-parallel ranks would draw differently",
             fix="leave it out, or use layout.tp = 1",
+        )
+    table: Any = model.get_submodule(anatomy.embedding)
+    odd = next((name for name in ("scale_grad_by_freq", "sparse") if getattr(table, name, False)), "")
+    if odd:
+        raise RuleBroken(
+            f"layout.tp = {tp}, {anatomy.embedding} ({type(table).__name__}) has {odd} = True: its gradient would be another",
+            fix=f"leave {odd} out, or use layout.tp = 1",
         )
     if not isinstance(model.get_submodule(anatomy.head) if anatomy.head else None, nn.Linear):
         raise BadInput(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,26 +19,31 @@ from torch import nn
 
 from fullstride.engine.anatomy import Anatomy, meta_inputs, meta_twin
 from fullstride.engine.anatomy_region import Region, is_product, is_transposed
+from fullstride.engine.parallel.tensor_meeting import UNUSABLE, Meeting, Numbers, apart, hidden_of, made_by
 from fullstride.engine.parallel.tensor_shares import set_shares
 from fullstride.engine.pieces import Cut, Piece, take
 from fullstride.errors import BadInput
 from fullstride.model.config import FAMILIES
 
-APART = 1e-3
-"""Of the largest number: far above rounding in fp32, far below what another order of heads does."""
-_UNUSABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-"""What a module's code raises where it does not run."""
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What passes between a model and its blocks in a copy without memory, by block; as far as that runs."""
+
+    calls: dict[str, Call]
+    made: dict[str, tuple[Any, ...]]
+    """What they return, where it is a tuple."""
+
+
 def is_tested(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether the blocks are those of a family of transformers that the parity check knows, to the last module."""
+    """Whether the model is of a family of transformers that the parity check knows, to the last module of its blocks."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES:
         return False
     inside = {type(module).__module__ for block in anatomy.blocks for module in model.get_submodule(block).modules()}
-    return all(name.split(".")[0] in ("torch", "transformers") for name in inside)
+    return all(name.split(".")[0] in ("torch", "transformers") for name in {*inside, type(model).__module__})
 
 
 def try_numbers(
@@ -62,7 +65,7 @@ def try_numbers(
     Raises:
         BadInput: the cut block makes other numbers, or does not run.
     """
-    calls, kinds, tried = _calls(model, anatomy, found, 2 * tp), set[Any](), True
+    calls, kinds, tried = watch(model, anatomy, found, 2 * tp).calls, set[Any](), True
     for path in anatomy.blocks:
         kind = _kind(model.get_submodule(path), path, found[path])
         if kind in kinds:
@@ -102,27 +105,42 @@ def _inside(region: Region, block: str) -> Region:
     )
 
 
-def _calls(model: nn.Module, anatomy: Anatomy, found: Mapping[str, list[Region]], tokens: int) -> dict[str, Call]:
-    """With what each block is called, seen in a copy without memory, as far as that runs."""
-    twin, calls = meta_twin(model), dict[str, Call]()
+def watch(model: nn.Module, anatomy: Anatomy, found: Mapping[str, list[Region]], tokens: int) -> Seen:
+    """With what each block is called and what it returns.
+
+    Args:
+        model: left as it is.
+        anatomy: of it.
+        found: regions by block.
+        tokens: of the one sample.
+    """
+    twin, seen = meta_twin(model), Seen({}, {})
     for region in (region for regions in found.values() for region in regions):
         if any(slicing.dim > 0 and model.get_parameter(name).ndim == 3 for name, slicing in region.slicings.items()):
             experts: Any = twin.get_submodule(region.path)  # who routes by value has none here
             experts.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
 
-    def watch(path: str) -> Callable[..., None]:
-        return lambda _module, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
+    def before(path: str) -> Callable[..., None]:
+        return lambda _module, args, kwargs: seen.calls.setdefault(path, (args, kwargs)) and None
+
+    def behind(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+            if isinstance(out, tuple):
+                seen.made.setdefault(path, out)
+
+        return hook
 
     for path in anatomy.blocks:
-        twin.get_submodule(path).register_forward_pre_hook(watch(path), with_kwargs=True)
+        twin.get_submodule(path).register_forward_pre_hook(before(path), with_kwargs=True)
+        twin.get_submodule(path).register_forward_hook(behind(path))
     args, kwargs = meta_inputs(model, tokens)
     for left_out in ((), ("attention_mask",), ("attention_mask", "position_ids")):  # masks have other forms than the usual, too
         given = {name: value for name, value in kwargs.items() if name not in left_out}
-        with torch.no_grad(), contextlib.suppress(*_UNUSABLE):
+        with torch.no_grad(), contextlib.suppress(*UNUSABLE):
             twin(*args, **given)
-        if calls:
+        if seen.calls:
             break
-    return calls
+    return seen
 
 
 class _Trial:
@@ -132,8 +150,7 @@ class _Trial:
         self, block: nn.Module, path: str, regions: list[Region], tp: int, device: torch.device, sequence: bool
     ) -> None:
         self._block, self._path, self._regions, self._tp, self._sequence = block, path, regions, tp, sequence
-        self._device = device
-        self._random = torch.Generator(device=device).manual_seed(0)
+        self._numbers = Numbers(device)
         self._met: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """What each region read and made, whole."""
         self._stray = ""
@@ -143,48 +160,28 @@ class _Trial:
 
     def run(self, call: Call) -> bool:
         """False where the whole block does not run, or makes no finite numbers."""
-        named = dict(self._block.named_parameters())
-        values = {name: self._value(param) for name, param in named.items()}
-        args, kwargs = self._real(call[0]), self._real(call[1])
+        if self._sequence:
+            hidden_of(self._said(""), *call)
+        values = {name: self._numbers.weight(param.shape) for name, param in self._block.named_parameters()}
+        args, kwargs = self._numbers.real(call[0]), self._numbers.real(call[1])
         whole = self._copy(values)
         for region in self._regions:
             whole.get_submodule(region.path).register_forward_hook(self._keep(region.path), with_kwargs=True)
         try:
             with torch.no_grad():
-                wanted = _first(whole(*args, **kwargs))
-        except _UNUSABLE:
+                wanted = made_by(self._said(""), whole(*args, **kwargs))
+        except UNUSABLE:
             return False
         if not bool(wanted.isfinite().all()) or wanted.ndim != 3:
             return False
         self._compare(wanted, self._side_by_side(values, args, kwargs))
         return True
 
-    def _value(self, param: nn.Parameter) -> torch.Tensor:
-        if param.ndim == 1:  # norms and biases: nothing that hides behind zero or one
-            return torch.rand(param.shape, generator=self._random, device=self._device) + 0.5
-        return torch.randn(param.shape, generator=self._random, device=self._device) * (2 / math.sqrt(max(param.shape[-1], 1)))
-
-    def _real(self, item: Any) -> Any:
-        """Arguments as they were seen on meta, with numbers in them."""
-        if isinstance(item, torch.Tensor):
-            if item.dtype == torch.bool:
-                return torch.ones(item.shape, dtype=torch.bool, device=self._device).tril()
-            if not item.is_floating_point():
-                return torch.arange(item.shape[-1] if item.ndim else 1, device=self._device).to(item.dtype).expand(item.shape)
-            return torch.randn(item.shape, generator=self._random, device=self._device)
-        if isinstance(item, dict):
-            return {name: self._real(value) for name, value in item.items()}
-        if type(item) in (tuple, list):
-            return type(item)(self._real(value) for value in item)
-        return item
-
     def _copy(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
         """The block with these weights; the root mean square of norms over what is cut is left out, on both sides."""
-        memo: dict[int, object] = {}
+        memo = self._numbers.buffers(self._block)
         for name, param in self._block.named_parameters():
             memo[id(param)] = nn.Parameter(values[name], requires_grad=False)
-        for buffer in self._block.buffers():
-            memo[id(buffer)] = self._real(buffer) if buffer.is_meta else buffer.detach().to(self._device, copy=True)
         made: nn.Module = copy.deepcopy(self._block, memo).eval()
         for path in (path for region in self._regions for path in region.wide_norms):
             norm: Any = made.get_submodule(path)
@@ -192,9 +189,11 @@ class _Trial:
         return made
 
     def _keep(self, path: str) -> Callable[..., None]:
+        where = self._said(path)
+
         def hook(_module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             # Code behind it may write into it.
-            self._met.setdefault(path, (_hidden(args, kwargs).clone(), _first(out).clone()))
+            self._met.setdefault(path, (hidden_of(where, args, kwargs).clone(), made_by(where, out).clone()))
 
         return hook
 
@@ -202,25 +201,17 @@ class _Trial:
 
     def _side_by_side(self, values: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> torch.Tensor:
         """What the ranks make of the block together."""
-        meeting, made = _Meeting(self._tp), list[Any]([None] * self._tp)
+        meeting = Meeting(self._tp)
         shares = [self._share(values, rank) for rank in range(self._tp)]
-
-        def work(rank: int) -> None:
-            with torch.no_grad(), meeting.until_one_fails():
-                for region in self._regions:
-                    self._cross(shares[rank], region, rank, meeting)
-                made[rank] = _first(shares[rank](*self._outside(args, rank), **self._outside(kwargs, rank)))
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self._tp)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if isinstance(meeting.error, _UNUSABLE):
-            line = (str(meeting.error).strip() or type(meeting.error).__name__).splitlines()[0]
-            raise self._refusal(f"does not run with a rank's share of heads and columns ({line})")
-        if meeting.error is not None:
-            raise meeting.error
+        for rank, share in enumerate(shares):
+            for region in self._regions:
+                self._cross(share, region, rank, meeting)
+        try:
+            outs = meeting.run(lambda rank: shares[rank](*self._outside(args, rank), **self._outside(kwargs, rank)))
+            made = [made_by(self._said(""), out) for out in outs]
+        except UNUSABLE as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise self._refusal(f"does not run with a rank's share of heads and columns ({line})") from None
         return torch.cat(made, dim=1) if self._sequence else made[0]
 
     def _share(self, values: Mapping[str, torch.Tensor], rank: int) -> nn.Module:
@@ -250,24 +241,24 @@ class _Trial:
     def _mine(self, hidden: torch.Tensor, rank: int) -> torch.Tensor:
         return hidden.chunk(self._tp, dim=1)[rank]
 
-    def _cross(self, share: nn.Module, region: Region, rank: int, meeting: _Meeting) -> None:
+    def _cross(self, share: nn.Module, region: Region, rank: int, meeting: Meeting) -> None:
         """Let a region's input and result pass between the ranks."""
         root: Any = share.get_submodule(region.path)
-        forward = root.forward
+        forward, where = root.forward, self._said(region.path)
 
         def across(*args: Any, **kwargs: Any) -> Any:
-            hidden, (read, made) = _hidden(args, kwargs), self._met.get(region.path, (None, None))
+            hidden, met = hidden_of(where, args, kwargs), self._met.get(region.path)
             if self._sequence:
                 hidden = torch.cat(meeting.exchange(rank, hidden), dim=1)
-            if rank == 0 and not self._stray and _apart(read, hidden):
+            if rank == 0 and met and not self._stray and apart(met[0], hidden):
                 self._between = True
             try:
                 out = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": hidden})
-            except _UNUSABLE:
+            except UNUSABLE:
                 self._stray = region.path
                 raise
-            whole = torch.stack(meeting.exchange(rank, _first(out))).sum(0)
-            if rank == 0 and not (self._stray or self._between) and _apart(made, whole):
+            whole = torch.stack(meeting.exchange(rank, made_by(where, out))).sum(0)
+            if rank == 0 and met and not (self._stray or self._between) and apart(met[1], whole):
                 self._stray = region.path
             mine = self._mine(whole, rank) if self._sequence else whole
             return (mine, *out[1:]) if isinstance(out, tuple) else mine
@@ -279,24 +270,25 @@ class _Trial:
     def _compare(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
         if self._stray:
             raise self._refusal("makes other numbers from the ranks' shares than from the whole")
-        if _apart(wanted, found):
-            where = f"layout.tp = {self._tp}: {self._path} ({type(self._block).__name__}) makes other numbers"
+        if apart(wanted, found):
+            names = " and ".join(region.path for region in self._regions)
             if not self._sequence:
-                raise BadInput(f"{where} of the sums of {self._names()} than of themselves", fix="use layout.tp = 1")
+                raise BadInput(f"{self._said('')} makes other numbers of the sums of {names}", fix="use layout.tp = 1")
             raise BadInput(
-                f"{where} where ranks hold parts of the sequence: its code looks across positions outside {self._names()}",
+                f"{self._said('')} makes other numbers where ranks hold parts of the sequence: its code looks across positions "
+                f"outside {names}",
                 fix="set layout.sequence_parallel = false, or use layout.tp = 1",
             )
 
-    def _names(self) -> str:
-        return " and ".join(region.path for region in self._regions)
+    def _said(self, path: str) -> str:
+        full = f"{self._path}.{path}".rstrip(".")
+        return f"layout.tp = {self._tp}: {full} ({type(self._block.get_submodule(path)).__name__})"
 
     def _refusal(self, what: str) -> BadInput:
         path = self._stray or (self._regions[0].path if len(self._regions) == 1 else "")
-        full, root = f"{self._path}.{path}".rstrip("."), self._block.get_submodule(path)
-        looked = ", ".join(name for name, module in root.named_modules() if is_product(module))
+        looked = ", ".join(name for name, module in self._block.get_submodule(path).named_modules() if is_product(module))
         return BadInput(
-            f"layout.tp = {self._tp}: {full} ({type(root).__name__}) {what} (looked at {looked})",
+            f"{self._said(path)} {what} (looked at {looked})",
             fix="let outputs lie head by head, queries, keys, values, gate and up each by itself, sizes come from tensors or "
             "attributes such as num_heads, and nothing but the last product's sum leave the module; or use layout.tp = 1",
         )
@@ -307,49 +299,3 @@ def _part(name: str, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
     part = whole.new_empty(piece.cut_shape)
     take(whole, piece, part)
     return part
-
-
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    given: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return given
-
-
-def _first(out: Any) -> torch.Tensor:
-    made: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return made
-
-
-def _apart(wanted: torch.Tensor | None, found: torch.Tensor) -> bool:
-    if wanted is None:
-        return False
-    if wanted.shape != found.shape:
-        return True
-    return not float((wanted - found).abs().max()) <= APART * float(wanted.abs().max())
-
-
-class _Meeting:
-    """Where threads meet as ranks do."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._slots: list[Any] = [None] * size
-        self.error: BaseException | None = None
-
-    def exchange(self, rank: int, item: torch.Tensor) -> list[torch.Tensor]:
-        """Every thread's item, in each of them."""
-        self._slots[rank] = item
-        self._barrier.wait()
-        found = list(self._slots)
-        self._barrier.wait()
-        return found
-
-    @contextlib.contextmanager
-    def until_one_fails(self) -> Iterator[None]:
-        """What one thread raises ends them all."""
-        try:
-            yield
-        except threading.BrokenBarrierError:
-            pass
-        except BaseException as error:  # told by whoever waits for the threads
-            self.error = self.error or error
-            self._barrier.abort()
