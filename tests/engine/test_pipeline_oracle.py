@@ -6,24 +6,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from fullstride.engine.loss import IGNORED
 from fullstride.engine.parity_cases import PlainModel, make_case
 from fullstride.engine.run import prepare
+from fullstride.plan.schedule.placement import placement_of
 
-SAMPLES, LENGTH, VOCAB = 4, 12, 61
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SAMPLES, LENGTH, VOCAB, DEPTH = 4, 12, 61, 4
+SCHEDULES = {
+    "1f1b": (Schedule1F1B, 1),
+    "gpipe": (ScheduleGPipe, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+    "bfs": (ScheduleLoopedBFS, 2),
+    "zb-v": (ScheduleZBVZeroBubble, 2),
+}
 
 
 class Part(nn.Module):
     """A stage cut by hand."""
 
-    def __init__(self, model, rank):
+    def __init__(self, model, stage, stages):
         super().__init__()
-        self.table = model.table if rank == 0 else None
-        self.stack = model.stack[:2] if rank == 0 else model.stack[2:]
-        self.last_norm, self.to_vocab = (None, None) if rank == 0 else (model.last_norm, model.to_vocab)
+        each, last = DEPTH // stages, stage == stages - 1
+        self.table = None if stage else model.table
+        self.stack = model.stack[stage * each : (stage + 1) * each]
+        self.last_norm, self.to_vocab = (model.last_norm, model.to_vocab) if last else (None, None)
 
     def forward(self, x):
         x = self.table(x) if self.table is not None else x
@@ -34,7 +49,7 @@ class Part(nn.Module):
 
 def model_of():
     torch.manual_seed(5)
-    return PlainModel(depth=4).double()
+    return PlainModel(depth=DEPTH).double()
 
 
 def batch_of():
@@ -51,15 +66,19 @@ def theirs(name, rank):
         flat = logits[:, :-1].reshape(-1, VOCAB)
         return nn.functional.cross_entropy(flat, target[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum") / counted
 
-    stage = PipelineStage(Part(model, rank), rank, 2, torch.device("cpu"))
-    schedule = SCHEDULES[name](stage, n_microbatches=SAMPLES, loss_fn=loss, scale_grads=False)
-    losses = []
-    schedule.step(*([ids] if rank == 0 else []), target=labels if rank else None, losses=losses if rank else None)
+    made, chunks = SCHEDULES[name]
+    placement = placement_of(name, 2, chunks)
+    own = [placement.stage(rank, chunk) for chunk in range(chunks)]
+    parts = [PipelineStage(Part(model, stage, 2 * chunks), stage, 2 * chunks, torch.device("cpu")) for stage in own]
+    schedule = made(parts if chunks > 1 else parts[0], n_microbatches=SAMPLES, loss_fn=loss, scale_grads=False)
+    last = 2 * chunks - 1 in own
+    schedule.step(*([ids] if 0 in own else []), target=labels if last else None, losses=[] if last else None)
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def ours(name):
-    case = make_case("plain", pp=2, schedule=name, layers=4, accumulation=SAMPLES, micro_batch=1)
+    chunks = SCHEDULES[name][1]
+    case = make_case("plain", pp=2, schedule=name, chunks=chunks, layers=DEPTH, accumulation=SAMPLES, micro_batch=1)
     run, found = prepare(model_of(), case.plan, device="cpu"), {}
     update, weights = run._update, run._weights
 
@@ -98,7 +117,7 @@ def test_torchs_own_schedules_agree():
     processes = [context.Process(target=work, args=(rank, port, queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=150) for _ in range(4)]
+    found = [queue.get(timeout=150) for _ in range(2 * len(SCHEDULES))]
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
