@@ -292,7 +292,8 @@ class _Reader:
             if not up or not down or own != {"gate_up_proj", "down_proj"} or up[1] != 2 * down[2] or up[2] != self._hidden:
                 seen = ", ".join(f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False))
                 raise BadInput(
-                    f"layout.tp = {self._tp}: {path} ({type(module).__name__}) holds weights of three dims that are no experts in a known form (saw {seen})",
+                    f"layout.tp = {self._tp}: {path} ({type(module).__name__}) holds weights of three dims that are no experts "
+                    f"in a known form (saw {seen})",
                     fix="use layout.tp = 1",
                 )
             width = down[2]

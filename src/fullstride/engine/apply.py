@@ -27,7 +27,7 @@ from fullstride.engine.anatomy import Anatomy, Role, Unit, find, head_is_last, u
 from fullstride.engine.build import weights_directory
 from fullstride.engine.compiling import compile_blocks, require_compiler
 from fullstride.engine.init import initialise, materialise, parameters_by_unit, places_of
-from fullstride.engine.load_weights import WeightFiles
+from fullstride.engine.load_weights import Wanted, WeightFiles
 from fullstride.engine.loss import ChunkedHead, altered_logits, chunked_head
 from fullstride.engine.memory.recompute import apply_recompute
 from fullstride.engine.mesh import Mesh
@@ -76,6 +76,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         EnvironmentFault: nothing can be compiled here.
     """
     anatomy, mesh = find(model), Mesh(plan.layout, device, plan.comm.ctas)
+    wanted = Wanted.by(model, anatomy)
     _refuse(model, anatomy, plan, device)
     adapters = attach(model, anatomy, plan)
     seen = look(model, anatomy, plan, device)
@@ -96,7 +97,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         rows = tensor.vocabulary if tensor else None
         head = chunked_head(model, anatomy, plan.loss.chunk_tokens, wide, compiled=compiled, vocabulary=rows)
     parts = units(model, anatomy, table_apart=bool(stages and stages.tied and plan.shard.carrier == "flat"))
-    maker = _Maker(model, parts, plan, mesh, stages, tensor, adapters)
+    maker = _Maker(model, parts, plan, mesh, stages, tensor, adapters, wanted)
     carrier = carry(model, parts, plan, mesh, maker.make)
     if stages and stages.splits:
         split_backward(module for unit in parts if unit.name != "root" for module in unit.modules)
@@ -133,6 +134,7 @@ class _Maker:
         stages: Stages | None,
         tensor: TensorParallel | None,
         adapters: Adapters | None,
+        wanted: Wanted,
     ) -> None:
         self._model = model
         self._adapters = adapters
@@ -144,7 +146,7 @@ class _Maker:
         self._places = places_of(model)
         self._old = dict(zip((unit.name for unit in parts), parameters_by_unit(parts), strict=True))
         folder = weights_directory(plan.model.source)
-        self._files = WeightFiles(folder, model) if folder else None
+        self._files = WeightFiles(folder, model, wanted) if folder else None
         if self._files:
             self._files.load_buffers(model)
         self.shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}

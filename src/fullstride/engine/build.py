@@ -19,6 +19,10 @@ from fullstride.errors import BadInput
 from fullstride.model.source import config_of, is_module_source
 
 _DROPPED = ("torch_dtype", "dtype", "transformers_version", "architectures", "_name_or_path", "quantization_config")
+_OTHER_FORMS = (
+    *("model.safetensors.index.json", "pytorch_model*.bin*", "consolidated*.pth", "*.gguf", "*.ckpt"),
+    *("tf_model*.h5", "flax_model*.msgpack"),
+)
 
 
 @contextlib.contextmanager
@@ -114,8 +118,20 @@ def _with_attention(make: Any, settings: Any, where: str) -> nn.Module:
 
 
 def weights_directory(source: str) -> Path | None:
-    """The folder whose safetensors the source brings along, or None when training starts from scratch."""
+    """The folder whose safetensors the source brings along, or None when training starts from scratch.
+
+    Raises:
+        BadInput: it brings weights in another form, or an index of files that are not there: nobody means to start anew then.
+    """
     path = Path(source)
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if not path.is_dir():
+        return None
+    if any(path.glob("*.safetensors")):
         return path
+    other = next((file.name for form in _OTHER_FORMS for file in sorted(path.glob(form))), "")
+    if other:
+        raise BadInput(
+            f"{source}: has {other} but no *.safetensors, and weights are read from these alone",
+            fix="save the model with transformers' save_pretrained, or give its config.json to start from scratch",
+        )
     return None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ TORCH_DTYPE: dict[DType, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_GENERATION = "generation_config.json"
 _PREFIXES = ("module.", "_orig_mod.")
 _NOTE = """# Weights of a torch.nn.Module
 
@@ -266,8 +267,7 @@ def _write_rest(run: Exportable, folder: Path, dtype: torch.dtype) -> None:
     config["architectures"] = [_class_name(module)]
     config["use_cache"] = True
     write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True, default=str).encode() + b"\n")
-    if getattr(module, "generation_config", None) is not None:
-        module.generation_config.save_pretrained(folder)
+    _write_generation_settings(run, folder)
     source = run.plan.workload.tokenizer
     if source == BYTES:
         write_byte_tokenizer(folder)
@@ -280,6 +280,16 @@ def _write_rest(run: Exportable, folder: Path, dtype: torch.dtype) -> None:
                 origin = Path(source)
             if origin.is_file():
                 shutil.copyfile(origin, folder / name)
+
+
+def _write_generation_settings(run: Exportable, folder: Path) -> None:
+    """Those of the directory which training began with, as they stand there; else what the configuration says."""
+    source, module = weights_directory(run.plan.model.source), cast(Any, run.module)
+    own = source / _GENERATION if source else None
+    if own is not None and own.is_file():
+        shutil.copyfile(own, folder / _GENERATION)
+    elif getattr(module, "generation_config", None) is not None:
+        module.generation_config.save_pretrained(folder)
 
 
 def _class_name(module: nn.Module) -> str:

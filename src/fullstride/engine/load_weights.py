@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from fullstride.engine.anatomy import Anatomy
 from fullstride.engine.saved_form import SavedForm
 from fullstride.errors import BadInput
+
+_READ = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose numbers are the weights; narrower ones need scales that stand elsewhere."""
+_MADE_ANEW = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
+"""Buffers that older versions saved and models make for themselves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a whole model has a place for, asked before a pipeline takes its blocks apart."""
+
+    names: frozenset[str]
+    block_list: str
+
+    @classmethod
+    def by(cls, model: nn.Module, anatomy: Anatomy) -> Wanted:
+        """Of a whole model."""
+        return cls(frozenset(model.state_dict(keep_vars=True)), anatomy.block_list)
 
 
 class WeightFiles:
@@ -23,12 +45,13 @@ class WeightFiles:
         BadInput: the folder holds no safetensors, or an index or file that cannot be read.
     """
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
+    def __init__(self, folder: Path, model: nn.Module, wanted: Wanted | None = None) -> None:
         """Read names and shapes only.
 
         Args:
             folder: with `*.safetensors`.
             model: that the weights are for.
+            wanted: of the whole model. What the files hold beside it is told, and more blocks than it has are refused.
         """
         base = getattr(model, "base_model_prefix", "")
         self._prefix = f"{base}." if base else ""  # which some directories leave out
@@ -43,6 +66,28 @@ class WeightFiles:
         if missing:
             raise BadInput(f"{self._files[missing]}: lacks {missing}, which the index places there", fix="fetch it again")
         self._made_of = self._form.in_memory(shapes)
+        if wanted:
+            self._tell_unused(wanted, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+    def _tell_unused(self, wanted: Wanted, ignored: Any) -> None:
+        """Nothing is left out in silence: a model of fewer blocks than its files trains, only worse."""
+        known = wanted.names | {name.removeprefix(self._prefix) for name in wanted.names if self._prefix}
+        patterns = [re.compile(pattern) for pattern in ignored]
+        unused = [
+            name
+            for name in self._made_of
+            if name not in known and not _MADE_ANEW.search(name) and not any(p.search(name) for p in patterns)
+        ]
+        short = wanted.block_list.removeprefix(self._prefix)
+        blocks = [n for n in unused if n.startswith((f"{wanted.block_list}.", f"{short}.")) and _beyond(n, known)]
+        if blocks:
+            raise BadInput(
+                f"{self._folder}: holds {blocks[0]}, a block that the model does not have",
+                fix="use the config.json that belongs to these weights",
+            )
+        if unused:
+            some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+            warnings.warn(f"{self._folder}: the model has no place for {len(unused)} of its tensors ({some})", stacklevel=4)
 
     def load(self, names: list[str], into: Tensor) -> None:
         """Copy the tensor that stands under the first of `names` that exists.
@@ -63,6 +108,12 @@ class WeightFiles:
                 f"{self._files[parts[0]]}: {found} has shape {tuple(tensor.shape)}, the model needs {tuple(into.shape)}",
                 fix="use the config.json that belongs to these weights",
             )
+        if into.is_floating_point() and tensor.dtype not in _READ:
+            raise BadInput(
+                f"{self._files[parts[0]]}: {found} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights "
+                "are not read",
+                fix="give the directory of the model before it was quantised, or save it in bf16",
+            )
         with torch.no_grad():
             into.copy_(tensor)
 
@@ -81,6 +132,12 @@ class WeightFiles:
         with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _beyond(name: str, known: frozenset[str]) -> bool:
+    """Whether a name is of a block that no known name is of."""
+    inside = re.match(r"(.*?\.\d+\.)", name)
+    return inside is not None and not any(other.startswith(inside[1]) for other in known)
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
