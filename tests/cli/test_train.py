@@ -12,8 +12,9 @@ from fullstride.cli import main as cli
 from fullstride.cli import train
 from fullstride.files import read_json, to_json
 from fullstride.launch.job import Job
+from fullstride.model.presets import preset_config
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Adapter, Recipe
+from fullstride.plan.plan import Adapter, ModelRef, Recipe
 from fullstride.plan.toml import read_plan, write_plan
 from fullstride.rundir import Failure
 
@@ -172,3 +173,42 @@ def test_a_forbidden_plan_is_refused_before_anything_is_written(plan_file, capfd
     assert cli.main(["train", plan_file, "--set", "batch.micro_batch=3", "-o", "run"]) == 3
     assert "micro_batch" in capfd.readouterr().err
     assert not Path("run").exists()
+
+
+def directory(folder, *, tokenizer=True):
+    """A model directory of the network that the plans here are for."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(preset_config("tiny")))
+    if tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    return str(folder)
+
+
+def test_weights_of_a_directory_go_on_with_its_own_tokenizer(plan_file, workers, tmp_path, capfd):
+    """Bytes mean nothing to weights that were trained on other tokens."""
+    asked = workers()
+    source = directory(tmp_path / "model")
+    assert cli.main(["train", plan_file, "-o", "one", "--init", source]) == 0, capfd.readouterr().err
+    assert asked["plan"].workload.tokenizer == source
+    assert "tokens are those of" in capfd.readouterr().err
+    assert cli.main(["train", plan_file, "-o", "two", "--init", source, "--set", "workload.tokenizer=bytes"]) == 0
+    assert asked["plan"].workload.tokenizer == "bytes"
+    bare = directory(tmp_path / "bare", tokenizer=False)
+    assert cli.main(["train", plan_file, "-o", "three", "--init", bare]) == 0
+    assert asked["plan"].workload.tokenizer == "bytes"
+    assert "tokenizer.json" not in capfd.readouterr().err
+
+
+def test_a_plan_that_takes_bytes_for_such_weights_is_told(workers, tmp_path, plan_file, capfd):
+    asked = workers()
+    source = directory(tmp_path / "model")
+    write_plan(make_plan(recipe=Recipe(steps=2), model=ModelRef(source=source)), tmp_path / "bytes.toml")
+    assert cli.main(["train", "bytes.toml", "-o", "run"]) == 0, capfd.readouterr().err
+    assert asked["plan"].workload.tokenizer == "bytes"
+    assert "the plan's tokenizer is bytes, and weights of" in capfd.readouterr().err
+
+
+def test_plans_for_a_directory_name_its_tokenizer(tmp_path, plan_file, capfd):
+    source = directory(tmp_path / "model")
+    assert cli.main(["plan", source, "--gpu", "h100-sxm", "--gpus", "2", "-o", "made.toml"]) == 0, capfd.readouterr().err
+    assert read_plan("made.toml").workload.tokenizer == source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +33,11 @@ def choose_model(source: str) -> tuple[ModelRef, ModelSpec]:
     return ModelRef(source=source, digest=spec.digest), spec
 
 
+def own_tokenizer(source: str) -> str | None:
+    """A model directory with a `tokenizer.json`, whose numbers are the ones its weights know; None for other sources."""
+    return source if (Path(source) / "tokenizer.json").is_file() else None
+
+
 def rank_plans(
     source: str,
     cluster: Cluster,
@@ -51,7 +57,13 @@ def rank_plans(
     """
     model, spec = choose_model(source)
     workload = default_workload(
-        spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data, num_ranks=num_ranks
+        spec,
+        cluster,
+        sequence_length=sequence_length,
+        samples_per_step=samples_per_step,
+        data=data,
+        tokenizer=own_tokenizer(source),
+        num_ranks=num_ranks,
     )
     reached = calibrated(cluster, "fsdp2")
     return search(spec, reached, model, workload, recipe or Recipe(), num_ranks=num_ranks, adapter=adapter), spec

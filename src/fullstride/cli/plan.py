@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fullstride.cli.choose import choose_model
+from fullstride.cli.choose import choose_model, own_tokenizer
 from fullstride.cli.command import add_dry_run, add_lora, positive, refuse_existing
 from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
@@ -84,7 +84,13 @@ def amount(text: str) -> float:
 def _search(args: argparse.Namespace, cluster: Cluster) -> tuple[Ranking, ModelSpec]:
     model, spec = choose_model(args.model)
     workload = default_workload(
-        spec, cluster, sequence_length=args.seq, samples_per_step=args.global_batch, num_ranks=args.gpus, to_run=False
+        spec,
+        cluster,
+        sequence_length=args.seq,
+        samples_per_step=args.global_batch,
+        tokenizer=own_tokenizer(args.model),
+        num_ranks=args.gpus,
+        to_run=False,
     )
     return search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus, to_run=False, adapter=args.lora), spec
 

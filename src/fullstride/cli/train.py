@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fullstride.cli.choose import checked, choose_model, is_plan_file, override, plan_here
+from fullstride.cli.choose import checked, choose_model, is_plan_file, override, own_tokenizer, plan_here
 from fullstride.cli.claim import default_run_dir, error_of, fill, look, wait_until_filled
 from fullstride.cli.command import add_dry_run, add_lora, positive
 from fullstride.cli.follow import Tail, show
@@ -106,7 +106,7 @@ def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cl
     settings = [f"{entry}={_quote(value)}" for entry, value in quoted if value is not None]
     settings += [f"recipe.steps={args.steps}"] if args.steps else []
     settings += [f"adapter.rank={args.lora.rank}"] if args.lora else []
-    plan = override(plan, [*settings, *args.set])
+    plan = _with_tokenizer(override(plan, [*settings, *args.set]), args, out)
     _, spec = choose_model(plan.model.source)
     if args.merge and not (args.export and plan.adapter.rank):
         raise UsageError("--merge: there is nothing to merge", fix="give --export DIR and --lora RANK with it")
@@ -121,6 +121,22 @@ def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cl
     cluster = probe_cluster(num_ranks=plan.layout.world_size)
     checked(plan, spec, None if joined is not None else cluster, out)
     return plan, spec, cluster
+
+
+def _with_tokenizer(plan: Plan, args: argparse.Namespace, out: Output) -> Plan:
+    """Weights of a directory go on with its own tokenizer, unless the user names another."""
+    named = any(setting.partition("=")[0].strip() == "workload.tokenizer" for setting in args.set)
+    own = own_tokenizer(plan.model.source)
+    if own is None or named or plan.workload.tokenizer != "bytes":
+        return plan
+    if args.init:
+        out.note(f"tokens are those of {own}/tokenizer.json")
+        return override(plan, [f"workload.tokenizer={_quote(own)}"])
+    out.warn(
+        f"the plan's tokenizer is bytes, and weights of {own} know the numbers of its own tokenizer.json; "
+        f"--set workload.tokenizer={own} takes that"
+    )
+    return plan
 
 
 def _quote(text: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fullstride.cli.choose import checked, choose_model
+from fullstride.cli.choose import checked, choose_model, own_tokenizer
 from fullstride.cli.claim import plain_name
 from fullstride.cli.command import refuse_existing
 from fullstride.cli.output import Output
@@ -84,7 +84,14 @@ def new_task(
     if cluster.device.kind == "cpu":
         sequence_length = sequence_length or min(CPU_SEQUENCE, spec.max_sequence or CPU_SEQUENCE)
         samples_per_step = samples_per_step or CPU_SAMPLES
-    workload = default_workload(spec, cluster, sequence_length=sequence_length, samples_per_step=samples_per_step, data=data)
+    workload = default_workload(
+        spec,
+        cluster,
+        sequence_length=sequence_length,
+        samples_per_step=samples_per_step,
+        data=data,
+        tokenizer=own_tokenizer(model),
+    )
     baseline = baseline_plan(spec, cluster, reference, workload, Recipe(), adapter=adapter)
     return _task(directory, spec, cluster, baseline, minutes)
 
