@@ -91,10 +91,25 @@ def test_thirty_layers_on_four_stages():
     assert answer.words[0].startswith("30 layers on 4 stages, 30 / 4 = 7.5 a stage")
     assert "stages of 7, 8, 8, 7 blocks" in answer.words[1]
     assert "the longest holds 8 where 7.5 would be even" in answer.words[1]
-    assert answer.plan.pipeline.layers_per_stage == (7, 8, 8, 7)
+    assert "even, 6.7% more:" in answer.words[1]
+    assert sum(answer.plan.pipeline.layers_per_stage) == 30
     given = ask("pp=4,layers_per_stage=[9,7,7,7]")
     assert given.possible
     assert given.plan.pipeline.layers_per_stage == (9, 7, 7, 7)
+
+
+def test_blocks_lie_where_the_head_leaves_room_also_where_they_do_not_come_out_even():
+    spec = llama(hidden=512, blocks=7, heads=8, kv_heads=4, ffn=1408, vocab=100_000, positions=1024)
+    work = Workload(sequence_length=1024, samples_per_step=64)
+    found = search(spec, gpus(2), ModelRef(source="x"), work, Recipe(), num_ranks=2, to_run=False)
+    answer = why("pp=2", found, spec, gpus(2))
+    assert answer.broken[0].code == "pipeline.even"
+    layers = answer.plan.pipeline.layers_per_stage
+    assert layers[0] > layers[-1] + 1  # by number of blocks alone it would be 4 and 3
+    told = " ".join(answer.words)
+    assert f"Its stages hold {layers[0]}, {layers[-1]} blocks, since embedding, head and loss take time" in told
+    even = why("pp=2,layers_per_stage=[4,3]", found, spec, gpus(2))
+    assert answer.estimate.step_seconds < 0.95 * even.estimate.step_seconds
 
 
 def test_samples_without_the_right_accumulation():

@@ -158,9 +158,9 @@ def _mended(plan: Plan, broken: tuple[Violation, ...], spec: ModelSpec, cluster:
         mean = spec.num_blocks / len(layers)
         told = (
             f"With stages of {_runs(layers)} blocks it can be done: the longest holds {max(layers)} where {mean:.4g} would be "
-            f"even, so {max(layers) / mean - 1:.1%} of each stage's time is waited for"
+            f"even, {max(layers) / mean - 1:.1%} more"
         )
-        return {"pipeline.layers_per_stage": layers}, told + ":"
+        return {}, told + ":"  # the search splits as evenly as it goes, and the simulator moves blocks where that is better
     if codes == {"batch.samples"} and whole:
         right = share // plan.batch.micro_batch
         return {"batch.accumulation": right}, f"With accumulation {right} it can be done:"
@@ -209,6 +209,9 @@ def _priced(asked: str, wishes: Wishes, ranking: Ranking, spec: ModelSpec, clust
         f"It needs {format_bytes(estimate.peak_device_bytes)} a device, the best plan {format_bytes(its.peak_device_bytes)}, "
         f"of {format_bytes(estimate.capacity_bytes)}."
     )
+    layers = plan.pipeline.layers_per_stage
+    if layers and "pipeline.layers_per_stage" not in wishes and layers != layers_for(spec.num_blocks, num_stages(plan)):
+        told.append(f"Its stages hold {_runs(layers)} blocks, since embedding, head and loss take time and memory too.")
     told += [f"This version prices it and does not run it: {v.message}." for v in not_run(plan, spec, cluster)[:1]]
     return Answer(asked=asked, possible=True, fits=True, plan=plan, estimate=estimate, words=tuple(told))
 
