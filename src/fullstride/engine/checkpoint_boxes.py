@@ -216,6 +216,8 @@ class Boxes:
 
     def _copy(self, stored: _Stored, offsets: tuple[int, ...], view: Tensor) -> int:
         """The part of a rectangle that a stored one holds; returns its elements."""
+        if len(stored.offsets) != view.ndim:
+            raise BadInput(f"{stored.path}: holds a part of other dims than the parameter's", fix="remove that checkpoint")
         met = []
         for at, size, have, width in zip(offsets, view.shape, stored.offsets, stored.sizes, strict=True):
             lo, hi = max(at, have), min(at + size, have + width)
@@ -251,7 +253,7 @@ def _headed(path: Path) -> Iterable[tuple[str, _Stored]]:
             if name != "__metadata__":
                 found.append(_entry(path, name, entry, 8 + length, total))
         return found
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BadInput(f"{path}: is damaged ({type(error).__name__}: {error})", fix="remove that checkpoint") from None
 
 

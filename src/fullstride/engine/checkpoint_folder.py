@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import zlib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fullstride.errors import BadInput
+from fullstride.errors import BadInput, EnvironmentFault
 from fullstride.files import FileValue, Value, digest, read_json
 from fullstride.plan.plan import Recipe
 
@@ -81,6 +82,9 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_json(path, Manifest)
     if signed(manifest).digest != manifest.digest:
         raise BadInput(f"{path}: is damaged (its digest differs from its content)", fix=_FIX)
+    if min(manifest.step, manifest.samples, manifest.world_size - 1) < 0:
+        said = f"step {manifest.step}, {manifest.samples} samples and {manifest.world_size} ranks"
+        raise BadInput(f"{path}: {said} cannot be", fix=_FIX)
     return manifest
 
 
@@ -116,7 +120,8 @@ def publish(folder: Path, target: Path, keep: int) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint's folder; its manifest goes first, so that no half of it is ever taken for whole."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(NotADirectoryError):
+        (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -143,17 +148,26 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> BadInput | None:
     Returns:
         What is wrong with the first bad file; None if all is well.
     """
-    fix = _FIX
+    path = folder / MANIFEST
     try:
         manifest = read_manifest(folder)
-    except BadInput as error:
-        return error
-    for name in sorted(manifest.files)[rank::ranks]:
-        path, wanted = folder / name, manifest.files[name]
-        if Path(name).name != name or not path.is_file():
-            return BadInput(f"{path}: is missing", fix=fix)
-        if path.stat().st_size != wanted.size:
-            return BadInput(f"{path}: has {path.stat().st_size} bytes, the manifest says {wanted.size}", fix=fix)
-        if crc32(path) != wanted.crc32:
-            return BadInput(f"{path}: is damaged (its CRC-32 differs from the manifest's)", fix=fix)
+        for name in sorted(manifest.files)[rank::ranks]:
+            path = folder / name
+            if found := _check_file(path, name, manifest.files[name]):
+                return found
+    except (BadInput, EnvironmentFault) as error:
+        return BadInput(error.message, fix=error.fix)
+    except OSError as error:  # told to all ranks, none of which may wait for another
+        return BadInput(f"{path}: cannot be read ({error.strerror or error})", fix="check permissions and the disk")
+    return None
+
+
+def _check_file(path: Path, name: str, wanted: Stored) -> BadInput | None:
+    fix = _FIX
+    if Path(name).name != name or not path.is_file():
+        return BadInput(f"{path}: is missing", fix=fix)
+    if path.stat().st_size != wanted.size:
+        return BadInput(f"{path}: has {path.stat().st_size} bytes, the manifest says {wanted.size}", fix=fix)
+    if crc32(path) != wanted.crc32:
+        return BadInput(f"{path}: is damaged (its CRC-32 differs from the manifest's)", fix=fix)
     return None
