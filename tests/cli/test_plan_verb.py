@@ -79,6 +79,22 @@ def test_why_answers_about_a_choice(capfd, choice, possible, words):
     assert words in shown(capfd, "plan", *options)
 
 
+def test_o_writes_the_plan_that_was_asked_about(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["plan", "llama3-8b", *HERE, "--global-batch", "256"]
+    data = told(capfd, *options, "--why", "pp=2,schedule=1f1b", "-o", "two.toml")
+    plan = read_plan("two.toml")
+    assert (plan.layout.pp, plan.pipeline.schedule) == (2, "1f1b") and not check(plan)
+    assert plan.plan_hash == data["estimate"]["plan_hash"]
+    assert main([*options, "--why", "cp=2", "-o", "cp.toml"]) == 3
+    assert "not run by this version" in capfd.readouterr().err
+    assert main([*options, "--why", "tp=3", "-o", "tp.toml"]) == 3
+    assert "8 / 3 = 2.667" in " ".join(capfd.readouterr().err.split())
+    assert sorted(path.name for path in tmp_path.glob("*.toml")) == ["two.toml"]
+    told(capfd, *options, "--why", "cp=2", "--any", "-o", "cp.toml")
+    assert read_plan("cp.toml").layout.cp == 2
+
+
 def test_explain_of_a_pipeline(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told(capfd, "plan", "llama3-8b", *HERE, "--global-batch", "64", "-o", "one.toml")

@@ -10,12 +10,13 @@ from fullstride.cli.command import add_dry_run, add_lora, positive, refuse_exist
 from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
-from fullstride.errors import DoesNotFit
+from fullstride.errors import DoesNotFit, RuleBroken
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.calibration import calibrated
 from fullstride.plan.defaults import default_workload
 from fullstride.plan.explain import explain_ranking
 from fullstride.plan.plan import Plan, Recipe
+from fullstride.plan.rules import not_run
 from fullstride.plan.search import Ranking, search
 from fullstride.plan.toml import write_plan
 
@@ -30,7 +31,7 @@ class PlanVerb:
     for an assumed h100-sxm cluster, which its first line then says. Neither torch nor a GPU is needed.
 
     Every layout is considered that any framework could run: data, tensor, pipeline, context and expert parallelism. What
-    this version runs itself is marked, and -o writes the best of that.
+    this version runs itself is marked, and -o writes the best of that; with --why, the best with that choice.
     """
 
     name = "plan"
@@ -60,15 +61,11 @@ class PlanVerb:
         if cluster.assumed:
             out.warn(cluster_words(cluster))
         ranking, spec = _search(args, cluster)
+        if args.why:
+            return _answer(args, ranking, spec, cluster, out)
         if target:
             _write(_chosen(ranking, anyhow=args.any), target, args.dry_run, out)
-        if args.why:
-            from fullstride.plan.why import why, why_document  # seldom asked, and the command starts faster without
-
-            answer = why(args.why, ranking, spec, cluster)
-            out.show(why_document(answer, ranking, spec, cluster), answer)
-        else:
-            out.show(explain_ranking(ranking, spec, cluster, args.tokens), ranking)
+        out.show(explain_ranking(ranking, spec, cluster, args.tokens), ranking)
         return 0
 
 
@@ -93,6 +90,26 @@ def _search(args: argparse.Namespace, cluster: Cluster) -> tuple[Ranking, ModelS
         to_run=False,
     )
     return search(spec, cluster, model, workload, Recipe(), num_ranks=args.gpus, to_run=False, adapter=args.lora), spec
+
+
+def _answer(args: argparse.Namespace, ranking: Ranking, spec: ModelSpec, cluster: Cluster, out: Output) -> int:
+    """Answer `--why`; with -o the best plan with that choice is written.
+
+    Raises:
+        RuleBroken: there is none, or this version does not run it and --any is not given.
+    """
+    from fullstride.plan.why import why, why_document  # seldom asked, and the command starts faster without
+
+    answer = why(args.why, ranking, spec, cluster)
+    if args.output:
+        if answer.plan is None:
+            raise RuleBroken(f"--why {args.why}: {answer.words[0]}", fix="ask for another choice")
+        waiting = () if args.any else not_run(answer.plan, spec, cluster)
+        if waiting:
+            raise RuleBroken(f"priced, and not run by this version: {waiting[0].message}", fix="--any writes it all the same")
+        _write(answer.plan, Path(args.output), args.dry_run, out)
+    out.show(why_document(answer, ranking, spec, cluster), answer)
+    return 0
 
 
 def _chosen(ranking: Ranking, *, anyhow: bool) -> Plan:
