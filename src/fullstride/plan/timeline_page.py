@@ -188,7 +188,7 @@ def _reason(action: Action) -> str:
     if not action.kind.startswith("recv"):
         return f"the host to launch the {action_words(action)}"
     what = "activations" if action.kind == "recv_forward" else "gradients"
-    return f"{what} of {_samples(action)} from rank {action.peer}, chunk {action.chunk}"
+    return f"{what} of {_samples(action)} for chunk {action.chunk}, from rank {action.peer}"
 
 
 def _memory(timeline: PipelineTimeline) -> tuple[AnyBlock, ...]:
