@@ -96,6 +96,8 @@ def test_a_failure_in_a_pipeline_names_the_stage(run_dir, schedule, chunks, word
     left(run_dir, root_cause(1, -9), rank0="", rank1="")
     assert words in failure_of(run_dir, 1).message
     assert ("stage" in failure_of(run_dir, 1).message) is (schedule != "none")
+    write_json(run_dir.failed, Failure(failure="refused", rank=1, message="no such file"))
+    assert failure_of(run_dir, 1).message == "no such file"  # every rank refuses, and the first to speak is no culprit
 
 
 @pytest.mark.parametrize(("before", "now", "expected"), [(3, 4, "out_of_memory"), (3, 3, "killed"), (None, 4, "killed")])

@@ -81,7 +81,11 @@ def failure_of(run_dir: RunDir, code: int, *, oom_kills_before: int | None = Non
 
 
 def with_stage(failure: Failure, run_dir: RunDir) -> Failure:
-    """The failure, with the pipeline stages of its rank in the message; as it is without a pipeline or a rank."""
+    """The failure, with the pipeline stages of its rank in the message; as it is without a pipeline or a rank, and where every
+    rank refuses.
+    """
+    if failure.failure == "refused":
+        return failure
     try:
         plan = read_plan(run_dir.plan) if run_dir.plan.exists() else None
     except FullstrideError:
