@@ -28,7 +28,7 @@ from fullstride.plan.plan import Recompute
 from fullstride.plan.schedule.checker import faults, require_runnable
 from fullstride.plan.schedule.generators import complete, generate
 from fullstride.plan.schedule.placement import Placement, cuts, placement_of
-from fullstride.plan.schedule.text import Schedule
+from fullstride.plan.schedule.text import Schedule, parse_schedule
 
 LENGTH, VOCAB = 6, 61
 
@@ -208,6 +208,59 @@ def test_any_legal_schedule_runs_to_its_end_with_equal_gradients(drawn, tied, mo
     assert faults(actions, placement, samples) == ()
     depth, ids = placement.num_stages + 1, ids_of(samples)
     same(piped(actions, placement, depth, ids, tied=tied, recompute=Recompute(mode=mode)), wanted(depth, ids, tied))
+
+
+BY_HAND = """
+kind=schedule format=1 name=mine pp=2 chunks=1 placement=loop samples=8
+0:forward c0 [0,3)
+0:send_forward c0 [0,2) -> 1
+0:send_forward c0 [2,3) -> 1
+0:forward c0 [3,4)
+0:send_forward c0 [3,4) -> 1
+0:recv_backward c0 [2,3) -> 1
+0:recv_backward c0 [3,4) -> 1
+0:backward c0 [3,4)
+0:forward c0 [4,8)
+0:send_forward c0 [4,6) -> 1
+0:send_forward c0 [6,8) -> 1
+0:recv_backward c0 [0,2) -> 1
+0:recv_backward c0 [4,6) -> 1
+0:recv_backward c0 [6,8) -> 1
+0:backward c0 [4,8)
+0:backward c0 [0,3)
+0:reduce c0 [0,8)
+0:optimizer c0 [0,8)
+1:recv_forward c0 [0,2) -> 0
+1:forward c0 [0,2)
+1:recv_forward c0 [2,3) -> 0
+1:recv_forward c0 [3,4) -> 0
+1:forward c0 [2,4)
+1:input_grad c0 [2,4)
+1:send_backward c0 [2,3) -> 0
+1:send_backward c0 [3,4) -> 0
+1:recv_forward c0 [4,6) -> 0
+1:forward c0 [4,6)
+1:input_grad c0 [0,2)
+1:send_backward c0 [0,2) -> 0
+1:weight_grad c0 [2,4)
+1:recv_forward c0 [6,8) -> 0
+1:forward c0 [6,8)
+1:input_grad c0 [4,6)
+1:send_backward c0 [4,6) -> 0
+1:input_grad c0 [6,8)
+1:send_backward c0 [6,8) -> 0
+1:weight_grad c0 [0,2)
+1:weight_grad c0 [4,6)
+1:weight_grad c0 [6,8)
+1:reduce c0 [0,8)
+1:optimizer c0 [0,8)
+"""
+
+
+def test_a_schedule_written_by_hand_may_cut_samples_anyhow_and_split_one_stage_alone():
+    schedule = parse_schedule(BY_HAND, "here")
+    assert faults(schedule.actions, schedule.placement, schedule.samples) == ()
+    same(piped(schedule.actions, schedule.placement, 3, ids_of(8)), wanted(3, ids_of(8)))
 
 
 @settings(max_examples=25, deadline=None)
