@@ -65,6 +65,9 @@ def test_a_profiled_step_is_brought_to_the_timed_length():
     squeezed = {s.name: s.seconds for s in fit_to_step(shares, 0.75)}
     assert squeezed == {"forward": pytest.approx(0.75)}
     assert [s.name for s in fit_to_step(shares, 0.5)] == ["unattributed"]
+    here = {s.name: s.seconds for s in fit_to_step(shares, 0.9, on_host=True)}
+    assert here == {s.name: pytest.approx(s.seconds * 0.9 / 1.2) for s in shares}
+    assert [s.name for s in fit_to_step(shares, 0.75, on_host=True)] == ["unattributed"]
     longer = {s.name: s.seconds for s in fit_to_step(shares, 1.5)}
     assert longer["unattributed"] == pytest.approx(0.3)
     assert fit_to_step([], 1.0) == ()

@@ -18,6 +18,8 @@ AGREEMENT = 0.01
 """Shares must sum to the step within this, or the difference is called unattributed."""
 MOST_SQUEEZED = 0.1
 """Compute of a profiled step that must shrink by more than this to fit into a timed step does not describe it."""
+MOST_SQUEEZED_ON_HOST = 0.5
+"""The same where the host computes: the profiler slows all that it does, and waits for other ranks with it."""
 
 _COMPUTE: tuple[tuple[ShareName, tuple[Phase, ...]], ...] = (
     ("forward", ("forward",)),
@@ -84,22 +86,22 @@ def _communicates(span: Span, on_device: bool) -> bool:
     return span.phase == "comm" or span.kernel == "collective"
 
 
-def fit_to_step(shares: Sequence[Share], step_seconds: float) -> tuple[Share, ...]:
+def fit_to_step(shares: Sequence[Share], step_seconds: float, *, on_host: bool = False) -> tuple[Share, ...]:
     """Bring the shares of a profiled step to the length of the timed steps.
 
     A profiler slows the host, not the device: what the profiled step is too long is taken from the host gap, then from
     the rest, and only then, up to 10 %, from all shares alike. What it is too short is `unattributed`, unless it is under
-    1 %, which goes to the rest.
+    1 %, which goes to the rest. On a CPU (`on_host`) all shares are the host's, and taken from alike, up to a half.
     """
     seconds = {share.name: share.seconds for share in shares}
     if not seconds or "unattributed" in seconds:
         return (Share(name="unattributed", seconds=step_seconds),) if shares else ()
     excess = sum(seconds.values()) - step_seconds
-    for name in ("host_gap", "rest"):
+    for name in () if on_host else ("host_gap", "rest"):
         cut = min(max(excess, 0.0), seconds.get(name, 0.0))
         seconds[name] = seconds.get(name, 0.0) - cut
         excess -= cut
-    if excess > MOST_SQUEEZED * step_seconds:
+    if excess > (MOST_SQUEEZED_ON_HOST if on_host else MOST_SQUEEZED) * step_seconds:
         return (Share(name="unattributed", seconds=step_seconds),)
     if excess > 0:
         factor = step_seconds / (step_seconds + excess)

@@ -178,7 +178,7 @@ def measurement_of(
     interval = step_interval(rounds, form)
     tokens = plan.workload.samples_per_step * plan.workload.sequence_length
     rate = tokens / interval.value
-    fitted = fit_to_step(shares, interval.value)
+    fitted = fit_to_step(shares, interval.value, on_host=cluster.device.kind == "cpu")
     timed = [seconds for r in rounds if not r.void for seconds in r.step_seconds]
     named = {share.name: share.seconds for share in fitted}
     return Measurement(
