@@ -1,7 +1,12 @@
 """Code that does not go with a rank's share of heads and columns is refused by its numbers, whatever names and shapes say."""
 
+import json
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional
@@ -10,8 +15,10 @@ from fullstride.engine.anatomy import find
 from fullstride.engine.anatomy_block import regions
 from fullstride.engine.parallel.tensor_look import look
 from fullstride.engine.parallel.tensor_trial import is_tested, try_numbers
+from fullstride.engine.parity import batches
 from fullstride.engine.parity_cases import make_case, model_of
 from fullstride.engine.parity_models import FAMILIES, PlainModel
+from fullstride.engine.run import prepare
 from fullstride.errors import BadInput, RuleBroken
 
 WIDTH, HEADS = 32, 4
@@ -182,8 +189,14 @@ def around(**does):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: around(between=lambda x: x - x.mean(1, keepdim=True)), "looks across positions: it makes other numbers"),
-        (lambda: around(behind=lambda x: x - x.mean(1, keepdim=True)), "looks across positions: it makes other numbers"),
+        (
+            lambda: around(between=lambda x: x - x.mean(1, keepdim=True)),
+            "makes other numbers where .* of the sequence: it looks",
+        ),
+        (
+            lambda: around(behind=lambda x: x - x.mean(1, keepdim=True)),
+            "makes other numbers where .* of the sequence: it looks",
+        ),
         (
             lambda: around(between=lambda x: x + torch.linspace(0, 1, 4)[:, None]),
             r"does not run where .*tensor a \(2\) must match",
@@ -217,8 +230,111 @@ def test_blocks_that_return_tuples_are_followed():
         model.stack[index] = Pair(block)
     assert looked(model) is not None
     model.between = lambda made: made[0] - made[0].mean(1, keepdim=True)
-    with pytest.raises(BadInput, match="around stack looks across positions"):
+    with pytest.raises(BadInput, match="around stack makes other numbers where ranks hold parts of the sequence"):
         looked(model)
+
+
+# What stands where.
+
+
+class Ends(PlainModel):
+    """Norms in front of the blocks, behind them, and behind the head, in any order of registration."""
+
+    def __init__(self, first=(), last=("last_norm",), logits=lambda made: made):
+        super().__init__(modular=True, depth=2)
+        self.first, self.last, self.logits = first, last, logits
+        for name in dict.fromkeys((*last, *first, "idle_norm")):
+            setattr(self, name, nn.LayerNorm(WIDTH))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for name in self.first:
+            x = getattr(self, name)(x)
+        for block in self.stack:
+            x = block(x)
+        for name in self.last:
+            x = getattr(self, name)(x)
+        return self.logits(self.to_vocab(x))
+
+
+ENDS = {
+    "table's norm registered last": (lambda: Ends(("table_norm",)), "last_norm", ()),
+    "table's norm alone": (lambda: Ends(("table_norm",), ()), "", ()),
+    "two norms": (lambda: Ends(last=("late_norm", "later_norm")), "later_norm", ("late_norm",)),
+    "norms on both sides": (lambda: Ends(("table_norm",), ("b_norm", "a_norm")), "a_norm", ("b_norm",)),
+}
+
+
+@pytest.mark.parametrize("what", sorted(ENDS))
+def test_the_final_norm_is_the_one_that_runs_last(what):
+    make, final, late = ENDS[what]
+    anatomy = find(make())
+    assert (anatomy.final_norm, anatomy.late_norms) == (final, late)
+
+
+def test_a_final_norm_that_runs_elsewhere_too_is_refused():
+    with pytest.raises(BadInput, match=r"the code of Ends runs last_norm 2 times") as caught:
+        looked(Ends(("last_norm",)), sequence=False)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("logits", "words"),
+    [
+        (lambda made: made.log_softmax(-1), "makes other numbers where ranks hold parts of the vocabulary"),
+        (lambda made: made + torch.zeros(61), r"does not run where ranks hold parts of the vocabulary \(The size of tensor a"),
+    ],
+)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_logits_that_are_seen_together_are_refused(logits, words, sequence):
+    with pytest.raises(BadInput, match=rf"the code of Ends behind to_vocab {words}") as caught:
+        looked(Ends(logits=logits), sequence=sequence)
+    assert "return the logits as they are" in caught.value.fix
+    assert looked(Ends(logits=lambda made: 3.0 * torch.tanh(made / 3.0)), sequence=sequence) is not None
+
+
+TRAINED = {**{name: make for name, (make, _, _) in ENDS.items()}, "fused by heads": lambda: built(lambda: Fused("heads"))}
+
+
+def seeded(name):
+    torch.manual_seed(0)
+    model = TRAINED[name]()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape))
+    return model
+
+
+def train(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    case, found = make_case("modular", tp=2, dtype="fp32"), {}
+    for name in TRAINED:
+        for sequence in (True, False):
+            plan = replace(case.plan, layout=replace(case.plan.layout, sequence_parallel=sequence))
+            run = prepare(seeded(name), plan, device="cpu")
+            out = run.step(batches(case)[0])
+            found[f"{name}, {sequence}"] = (out.loss, out.grad_norm)
+            run.close()
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_what_is_taken_trains_on_the_numbers_of_one_process(tmp_path):
+    mp.spawn(train, args=(tmp_path,), nprocs=2)
+    batch = batches(make_case("modular", tp=2, dtype="fp32"))[0]
+    found = json.loads((tmp_path / "found-0.json").read_text())
+    assert found == json.loads((tmp_path / "found-1.json").read_text()) and len(found) == 2 * len(TRAINED)
+    for name in TRAINED:
+        model = seeded(name)
+        logits = model(batch["input_ids"])[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        for sequence in (True, False):
+            assert found[f"{name}, {sequence}"] == pytest.approx((loss.item(), norm.item()), rel=1e-5), name
 
 
 class Named(nn.Module):

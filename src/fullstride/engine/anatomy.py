@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any, Literal
@@ -24,11 +25,13 @@ class Anatomy:
     block_list: str
     blocks: tuple[str, ...]
     final_norm: str
-    """Empty if there is none."""
+    """The last norm between the last block and the head. Empty if there is none."""
     head: str
     """The linear layer that makes logits; empty if none was found."""
     tied: bool
     """Head and embedding are one parameter."""
+    late_norms: tuple[str, ...] = ()
+    """Norms between the last block and the final norm, seldom any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ def find(model: nn.Module) -> Anatomy:
     embedding = _find_embedding(model, outside)
     head = _find_head(model, outside, embedding)
     norms = [p for p, m in outside if "norm" in type(m).__name__.lower() and any(True for _ in m.parameters())]
+    if norms and not (len(norms) == 1 and hasattr(model, "get_input_embeddings")):
+        norms = _behind_blocks(model, norms, blocks[-1], head)
     tied = bool(head) and _weight(model, head) is _weight(model, embedding)
     return Anatomy(
         embedding=embedding,
@@ -62,7 +67,25 @@ def find(model: nn.Module) -> Anatomy:
         final_norm=norms[-1] if norms else "",
         head=head,
         tied=tied,
+        late_norms=tuple(norms[:-1]),
     )
+
+
+def _behind_blocks(model: nn.Module, norms: list[str], last: str, head: str) -> list[str]:
+    """The norms that run between the last block and the head, in their order; seen in a copy without memory.
+
+    Where that does not run, it is the last one that the model's code registers.
+    """
+    twin, ran = meta_twin(model), list[str]()
+    for path in dict.fromkeys((*norms, last, *([head] if head else []))):
+        twin.get_submodule(path).register_forward_pre_hook(lambda _module, _args, path=path: ran.append(path))
+    args, kwargs = meta_inputs(model)
+    with torch.no_grad(), contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        twin(*args, **kwargs)
+    if last not in ran:
+        return norms[-1:]
+    behind = ran[len(ran) - ran[::-1].index(last) :]
+    return list(dict.fromkeys(behind[: behind.index(head)] if head in behind else behind))
 
 
 def _weight(model: nn.Module, path: str) -> object:

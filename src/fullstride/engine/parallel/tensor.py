@@ -179,14 +179,14 @@ def _cut_stream(model: nn.Module, whole: Anatomy, anatomy: Anatomy, border: Bord
 def _norms_of_the_stream(
     model: nn.Module, anatomy: Anatomy, found: list[list[Region]], slicings: dict[str, Slicing]
 ) -> set[str]:
-    """Weights that see one part of the sequence each: those of a block outside its regions, and the final norm's."""
+    """Weights that see one part of the sequence each: those of a block outside its regions, and of norms behind the blocks."""
     names = set()
     for block, inside in zip(anatomy.blocks, found, strict=True):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             if not any(name.startswith(f"{region.path}.") for region in inside):
                 names.add(name)
-    if anatomy.final_norm:
-        names |= {name for name, _ in model.get_submodule(anatomy.final_norm).named_parameters(prefix=anatomy.final_norm)}
+    for path in (path for path in (*anatomy.late_norms, anatomy.final_norm) if path):
+        names |= {name for name, _ in model.get_submodule(path).named_parameters(prefix=path)}
     return names - set(slicings)
 
 

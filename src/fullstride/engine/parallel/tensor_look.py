@@ -83,8 +83,7 @@ def _that_holds(model: nn.Module, anatomy: Anatomy, plan: Plan, device: torch.de
     found = _read(model, anatomy, plan, FUSED)
     if is_tested(model, anatomy):
         return found
-    if plan.layout.sequence_parallel:
-        try_stream(model, anatomy, found, plan.layout.tp)
+    try_stream(model, anatomy, found, plan.layout.tp, sequence=plan.layout.sequence_parallel)
     try:
         _try(model, anatomy, found, plan, device)
     except BadInput:

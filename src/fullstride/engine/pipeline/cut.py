@@ -151,6 +151,7 @@ class Cut:
             embedding=anatomy.embedding if keeps_table else "",
             blocks=tuple(path for path in anatomy.blocks if path in own),
             final_norm=anatomy.final_norm if last else "",
+            late_norms=anatomy.late_norms if last else (),
             head=anatomy.head if last else "",
             tied=anatomy.tied and last,
         )
