@@ -3,6 +3,8 @@
 import contextlib
 import threading
 from collections import deque
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fullstride.engine.deferred import Deferred
 from fullstride.engine.memory.recompute import apply_recompute
 from fullstride.engine.parallel.carrier import Carrier
 from fullstride.engine.parity_cases import FAMILIES, PlainModel
+from fullstride.engine.pipeline import tied
 from fullstride.engine.pipeline.cut import Cut
 from fullstride.engine.pipeline.executor import Executor, forward_only
 from fullstride.engine.pipeline.held import Held
@@ -472,6 +475,16 @@ def test_layers_that_do_not_add_up_are_refused(layers):
     model = plain(3)
     with pytest.raises(RuleBroken, match="3 blocks on 2 stages"):
         Cut(model, find(model), Placement(pp=2), 0, layers, torch.float64)
+
+
+def test_the_ends_of_a_tied_weight_wait_no_longer_than_the_plan_says(monkeypatch):
+    made = []
+    monkeypatch.setattr(tied, "_made", {})
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **options: made.append((ranks, options)) or ranks)
+    mesh = SimpleNamespace(rank=2, sets=lambda axis: ((0, 1), (2, 3)))
+    assert tied.tied_group(mesh, Placement(pp=2), 8.0) == [2, 3]
+    assert made == [(ranks, {"timeout": timedelta(seconds=8)}) for ranks in ([0, 1], [2, 3])]
+    assert tied.tied_group(mesh, placement_of("zb-v", 2, 2), 8.0) is None
 
 
 def test_held_rows_are_cut_and_joined():

@@ -72,7 +72,7 @@ def cut_to_stages(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Mesh) ->
     require_runnable(schedule.actions, schedule.placement, schedule.samples)
     rank = mesh.coordinate("pp")
     cut = Cut(model, anatomy, schedule.placement, rank, plan.pipeline.layers_per_stage, TORCH_DTYPE[_before_blocks(plan)])
-    tied = tied_group(mesh, schedule.placement) if anatomy.tied else None
+    tied = tied_group(mesh, schedule.placement, plan.comm.timeout_seconds) if anatomy.tied else None
     return Stages(schedule=schedule, cut=cut, tied=tied if cut.tied else None)
 
 

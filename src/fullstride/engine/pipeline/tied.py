@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -11,11 +13,12 @@ from fullstride.plan.schedule.placement import Placement
 _made: dict[tuple[int, tuple[int, int]], dist.ProcessGroup] = {}
 
 
-def tied_group(mesh: Mesh, placement: Placement) -> dist.ProcessGroup | None:
+def tied_group(mesh: Mesh, placement: Placement, timeout_seconds: float) -> dist.ProcessGroup | None:
     """The two ranks that hold the first and the last stage of this rank's pipeline; None if this rank is neither,
     or if they are one.
 
-    Collective: groups are made for all pipelines.
+    Collective: groups are made for all pipelines. Who waits in one longer than the time-out is told of it; a group that is
+    given none has the library's own, half an hour.
     """
     if placement.home(0)[0] == placement.home(placement.num_stages - 1)[0]:
         return None  # one rank holds both: its backwards add up by themselves
@@ -25,7 +28,7 @@ def tied_group(mesh: Mesh, placement: Placement) -> dist.ProcessGroup | None:
         pair = (members[first], members[last])
         key = (id(dist.group.WORLD), pair)
         if key not in _made:
-            _made[key] = dist.new_group(list(pair))
+            _made[key] = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout_seconds))
         if mesh.rank in pair:
             found = _made[key]
     return found
