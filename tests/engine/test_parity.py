@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from fullstride.engine import parity
-from fullstride.engine.parity import Outcome, Record, _require_finite, differences, fresh_model, reference, run_cases
+from fullstride.engine.parity import Outcome, Record, _require_finite, differences, fresh_model, main, reference, run_cases
 from fullstride.engine.parity_cases import make_case
 from fullstride.engine.parity_draws import SETTINGS, all_pairs, draw, draw_cases, listed, settings_of
 from fullstride.plan.plan import Loss, Recompute
@@ -162,3 +162,14 @@ def test_a_tied_head_with_a_bias_leaves_the_shared_weight_to_its_first_name():
     assert one.lm_head.weight is one.model.embed_tokens.weight
     assert torch.equal(one.lm_head.weight, other.model.embed_tokens.weight)
     assert torch.equal(one.lm_head.bias, other.lm_head.bias)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--draws", "-1"], "--draws: -1 is less than 0"), (["--ranks", "0"], "is less than 1")]
+)
+def test_counts_that_draw_nothing_are_refused(words, said, capfd):
+    """No case passed is no pass."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert said in capfd.readouterr().err

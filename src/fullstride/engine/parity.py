@@ -388,6 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
+    for name, least in (("draws", 0), ("ranks", 1)):
+        if getattr(asked, name) < least:
+            parser.error(f"argument --{name}: {getattr(asked, name)} is less than {least}")
     if asked.folder:
         return _work(Path(asked.folder), asked.rank, asked.ranks)
     drawn = draw(random.Random(asked.seed), asked.draws, asked.ranks)
