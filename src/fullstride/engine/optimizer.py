@@ -2,7 +2,8 @@
 
 Decoupled weight decay after Loshchilov and Hutter (2019), on matrices only. The clip factor goes into the fused kernel as its
 gradient scale, so that clipping costs no pass of its own, and a norm that is not finite skips the update on the device, so that
-nobody waits for it.
+nobody waits for it. On a GPU `fused` is our own kernel for large tensors with fp32 masters (`adamw_kernel.py`), and torch's for
+the rest.
 """
 
 from __future__ import annotations
@@ -14,11 +15,27 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from fullstride.engine.compiling import compile_available
 from fullstride.engine.precision import Weights, local
 from fullstride.plan.plan import Recipe
 
 _PIECE_ELEMENTS = 64 * 2**20
 """Gradients are widened, where weights are cast, this many elements at a time."""
+_LARGE = 2**16
+"""Elements from which a kernel of its own costs a tensor less than its share of torch's kernel for many."""
+OnePass = Callable[..., None]
+"""`adamw_kernel.step`."""
+
+
+def one_pass(master: torch.Tensor, implementation: str) -> OnePass | None:
+    """Our kernel, where the plan wants a fused one and there is a GPU that it can be compiled for."""
+    if implementation != "fused" or master.device.type != "cuda" or master.dtype != torch.float32:
+        return None
+    if compile_available(master.device):
+        return None
+    from fullstride.engine.adamw_kernel import step  # imports Triton, which is not everywhere
+
+    return step
 
 
 def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
@@ -55,6 +72,7 @@ class AdamW(torch.optim.Optimizer):
         """Make zero moments for every trainable parameter."""
         self._weights = weights
         self._implementation = implementation
+        self._one_pass = one_pass(local(weights.masters[0]), implementation)
         trainable = [i for i, p in enumerate(weights.params) if p.requires_grad]
         self._groups = [[i for i in trainable if (weights.params[i].ndim >= 2) is matrices] for matrices in (True, False)]
         groups: list[dict[str, Any]] = [
@@ -112,7 +130,8 @@ class AdamW(torch.optim.Optimizer):
         self._counts.fill_(self.num_steps)
         counts = self._counts.unbind()
         for group, members in zip(self.param_groups, self._groups, strict=True):
-            for piece in self._pieces(members):
+            rest = [index for index in members if not self._update_large(group, index, divisor, found_inf)]
+            for piece in self._pieces(rest):
                 self._update_piece(group, piece, counts, divisor, found_inf)
         self.num_steps += 1
 
@@ -121,6 +140,21 @@ class AdamW(torch.optim.Optimizer):
         void = self._implementation != "fused" and found_inf is not None and bool(found_inf)
         self.num_steps += void
         return void
+
+    def _update_large(
+        self, group: dict[str, Any], index: int, divisor: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> bool:
+        """Whether our kernel took this parameter."""
+        weights = self._weights
+        master, gradient = local(weights.masters[index]), weights.gradient(index)
+        if self._one_pass is None or gradient is None or master.numel() < _LARGE:
+            return False
+        state, narrow = self.state[weights.masters[index]], weights.narrow(index)
+        parts = master, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"])
+        if not all(part.is_contiguous() for part in (*parts, master if narrow is None else narrow)):
+            return False
+        self._one_pass(*parts, narrow, group, self.num_steps + 1, divisor, found_inf)
+        return True
 
     def _pieces(self, members: list[int]) -> Iterator[list[int]]:
         """Parameters that have a gradient, all at once or, where it must be widened, some at a time."""

@@ -154,6 +154,11 @@ class Weights:
             found = {name: grad for i, name in enumerate(self.names) if (grad := self.gradient(i)) is not None}
             self._tensor.settle(found, self._reduction)
 
+    def narrow(self, index: int) -> torch.Tensor | None:
+        """The weight that computes, where it is a copy of a master in another dtype."""
+        weight = self.params[index].data
+        return weight if self.cast and weight.dtype != self.masters[index].dtype else None
+
     def publish(self, indices: list[int] | None = None) -> None:
         """Copy masters into the weights that compute; nothing to do where they are the same."""
         if not self.cast:

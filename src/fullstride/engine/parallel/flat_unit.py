@@ -46,6 +46,7 @@ class Region:
         whole: 1-D, compute dtype; its memory is freed and taken again under stage 3, under which views of it stay valid.
         master: 1-D, this rank's shard; a view of `whole` where dtypes are equal and `whole` always stays.
         lo, hi: the shard's place in the buffer.
+        narrowed: the optimizer wrote its results to this rank's place of `whole` as well.
     """
 
     def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, shards: int, rank: int, *, freed: bool) -> None:
@@ -55,6 +56,7 @@ class Region:
         self.slots = tuple(_slots(sorted(params, key=lambda p: p.ndim < 2)))
         self.lo, self.hi = rank * self.size // shards, (rank + 1) * self.size // shards
         self.whole = torch.zeros(self.size, dtype=dtype, device=first.device)
+        self.narrowed = False
         shared = dtype == first.dtype and not freed
         self.master = self.own if shared else torch.zeros(self.hi - self.lo, dtype=first.dtype, device=first.device)
         for slot in self.slots:
@@ -88,11 +90,11 @@ class Region:
 
     def gather(self, group: dist.ProcessGroup) -> None:
         """Make the whole buffer from the masters of all ranks."""
-        if self.master.dtype != self.whole.dtype:
-            self.own.copy_(self.master)
-            gather(self.whole, self.own, group)
-        else:
-            gather(self.whole, self.master, group)
+        part = self.master
+        if part.dtype != self.whole.dtype:
+            part = self.own if self.narrowed else self.own.copy_(part)
+        self.narrowed = False
+        gather(self.whole, part, group)
 
     def hold(self) -> None:
         """Take memory for the whole buffer."""

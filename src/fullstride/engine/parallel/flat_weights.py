@@ -186,16 +186,24 @@ class FlatAdamW(AdamW):
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        assert unit.trained is not None
-        master, (first, second) = unit.trained.master, self._moments[unit.position]
-        wide = gradient.to(master.dtype)
-        merged: list[list[Any]] = []
-        for a, b, (decayed, _) in self._flat.runs(unit):
-            if merged and merged[-1][1] == a and merged[-1][2] == decayed:
-                merged[-1][1] = b
-            else:
-                merged.append([a, b, decayed])
-        for a, b, decayed in merged:
+        region, number = unit.trained, self.num_steps + 1
+        assert region is not None
+        master, (first, second) = region.master, self._moments[unit.position]
+        also = region.own if self._one_pass and unit.gathered and region.whole.dtype != master.dtype else None
+        wide = gradient if self._one_pass else gradient.to(master.dtype)
+        for a, b, decayed in self._merged(unit):
             group = self.param_groups[groups[decayed]]
-            parts = [master[a:b]], [wide[a:b]], [first[a:b]], [second[a:b]]
-            self._kernel(group, *parts, [next(counts)], divisor, found_inf)
+            one = master[a:b], wide[a:b], first[a:b], second[a:b]
+            if self._one_pass:
+                self._one_pass(*one, None if also is None else also[a:b], group, number, divisor, found_inf)
+            else:
+                self._kernel(group, [one[0]], [one[1]], [one[2]], [one[3]], [next(counts)], divisor, found_inf)
+        region.narrowed = also is not None
+
+    def _merged(self, unit: FlatUnit) -> list[tuple[int, int, bool]]:
+        """Runs of a unit's shard that are stepped alike: where each lies, and whether it is decayed."""
+        merged: list[tuple[int, int, bool]] = []
+        for a, b, (decayed, _) in self._flat.runs(unit):
+            joins = merged and merged[-1][1:] == (a, decayed)
+            merged.append((merged.pop()[0] if joins else a, b, decayed))
+        return merged
