@@ -159,14 +159,27 @@ def _chunk_fused(
     return loss, grad.to(hidden.dtype)
 
 
-def _accumulate(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Total [vocab, hidden] += grad.T @ hidden, without rounding the product where the device allows it."""
+def _accumulate(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor, *, first: bool) -> None:
+    """Total [vocab, hidden] += grad.T @ hidden, without rounding the product where the device allows it; `first`: =."""
+    beta = 0 if first else 1
     if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), hidden)
+        total.addmm_(grad.t(), hidden, beta=beta)
     elif grad.is_cuda:
-        torch.addmm(total, grad.t(), hidden, out_dtype=total.dtype, out=total)
+        torch.addmm(total, grad.t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(grad.t() @ hidden)
     else:
         total.add_(grad.t() @ hidden)
+
+
+def _narrowed(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiplied, then narrowed, in one pass."""
+    return torch.mul(gradient, factor.to(gradient.dtype), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _narrowed_fused(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same for a compiler, whose one pass is the faster one."""
+    return (gradient * factor.to(gradient.dtype)).to(dtype)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -180,15 +193,15 @@ class _ChunkedHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         scale: torch.Tensor,
-        options: tuple[torch.dtype, torch.dtype, int, Callable[..., Any], bool, Vocabulary | None],
+        options: tuple[torch.dtype, torch.dtype, int, tuple[Callable[..., Any], Callable[..., Any]], bool, Vocabulary | None],
     ) -> torch.Tensor:
-        compute, wide, chunk, body, learning, vocabulary = options
+        compute, wide, chunk, (body, ctx.narrowed), learning, vocabulary = options
         rows, narrow = hidden.reshape(-1, hidden.shape[-1]).to(compute), weight.to(compute)
         extra = None if bias is None else bias.to(compute)
         flat = labels.reshape(-1)
         needs = [learning and need for need in ctx.needs_input_grad[:3]]
         d_hidden = torch.empty_like(rows) if needs[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs[1] else None
+        d_weight = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
         total = torch.zeros((), dtype=wide, device=rows.device)
         count = -(-rows.shape[0] // chunk)
@@ -199,7 +212,7 @@ class _ChunkedHead(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(grad, narrow, out=d_hidden[start : start + part.shape[0]])
             if d_weight is not None:
-                _accumulate(d_weight, grad, part)
+                _accumulate(d_weight, grad, part, first=start == 0)
             if d_bias is not None:
                 d_bias += grad.sum(0, dtype=wide)
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -213,9 +226,8 @@ class _ChunkedHead(torch.autograd.Function):
             if saved is None:
                 grads.append(None)
                 continue
-            # One pass multiplies and narrows.
-            target = saved if saved.dtype == dtype else torch.empty_like(saved, dtype=dtype)
-            grads.append(torch.mul(saved, outputs[0].to(saved.dtype), out=target))
+            alike = saved.dtype == dtype
+            grads.append(saved.mul_(outputs[0].to(dtype)) if alike else ctx.narrowed(saved, outputs[0], dtype))
         if grads[0] is not None:
             grads[0] = grads[0].view(ctx.shape)
         return (*grads, None, None, None)
@@ -233,7 +245,8 @@ class ChunkedHead:
         self._plain = head.forward
         self._chunk = chunk_tokens
         self._dtype = dtype
-        self._body = torch.compile(_chunk_fused, dynamic=False) if compiled else _chunk_eager
+        bodies = (_chunk_fused, _narrowed_fused) if compiled else (_chunk_eager, _narrowed)
+        self._bodies = tuple(torch.compile(body, dynamic=False) for body in bodies) if compiled else bodies
         self._armed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._made: torch.Tensor | None = None
         instance: Any = head
@@ -263,7 +276,7 @@ class ChunkedHead:
             raise altered_logits()
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        options = (compute, self._dtype, self._chunk, self._body, torch.is_grad_enabled(), self._vocabulary)
+        options = (compute, self._dtype, self._chunk, self._bodies, torch.is_grad_enabled(), self._vocabulary)
         with torch.autocast(device, enabled=False):
             apply: Any = _ChunkedHead.apply
             loss: torch.Tensor = apply(hidden, self._head.weight, self._head.bias, labels, scale, options)
