@@ -16,6 +16,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import library
 
 from fullstride.engine.deferred import gradient
 from fullstride.engine.parallel.collectives import Ranks, start_all_reduce, wait
@@ -110,6 +111,23 @@ class SumInside(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Each rank's gradient is one term."""
         return wait(start_all_reduce(grads[0], ctx.ranks)), None
+
+
+_COPY = "fullstride::later"
+library.define(_COPY, "(Tensor tensor, Tensor after) -> Tensor")
+library.impl(_COPY, ("cpu", "cuda"))(lambda tensor, after: tensor.clone(memory_format=torch.contiguous_format))
+library.register_fake(_COPY)(lambda tensor, after: torch.empty_like(tensor, memory_format=torch.contiguous_format))
+
+
+def _later(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """`tensor`, in compiled code a copy that is not there before `after` is.
+
+    Without it the compiler finds that a gather in backward is the one of forward, or could be made there, and keeps the result.
+    """
+    if not torch.compiler.is_compiling():
+        return tensor
+    made: torch.Tensor = torch.ops.fullstride.later(tensor, after)
+    return made
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,7 +238,7 @@ class Columns(torch.autograd.Function):
         held, parameters = kept(ctx)
         weights = [weight for weight in parameters[:count] if weight is not None]
         again = border.sequence and not how.keep
-        started = border.start_spread(held) if again else held
+        started = border.start_spread(_later(held, grads[0])) if again else held
         needs = ctx.needs_input_grad[3:]
         total: list[torch.Tensor] = []
         if ctx.needs_input_grad[0]:
