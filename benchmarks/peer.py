@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 BEST = {
     ("llama3-1b", 1): ["--model.flavor", "1B", "--training.local_batch_size", "4", "--compile.enable"],
     ("llama3-3b", 1): ["--model.flavor", "3B", "--training.local_batch_size", "1", "--compile.enable"],
+    ("llama3-8b-half", 1): ["--model.flavor", "8B-half", "--training.local_batch_size", "1", "--compile.enable"],
     ("llama3-8b", 2): ["--model.flavor", "8B", "--training.local_batch_size", "1", "--compile.enable"],
 }
 STEP = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", re.DOTALL)
@@ -35,7 +36,7 @@ def peer(model, num_gpus, out, when, seq):
     command += ["--model.hf_assets_path", str(assets / "tok"), "--training.dataset", "c4_test"]
     command += ["--training.dataset_path", str(assets / "data"), "--training.seq_len", str(seq), "--training.steps", "15"]
     command += ["--metrics.log_freq", "5", "--metrics.disable_color_printing", "--activation_checkpoint.mode", "none"]
-    command += BEST[(model, num_gpus)]
+    command += BEST[(Path(model).stem, num_gpus)]
     started = time.time()
     log = out / f"torchtitan-{when}.log"
     with open(log, "w") as text:

@@ -1,6 +1,7 @@
 """How long training stands still for a checkpoint, and what the writing costs the steps beside it.
 
     python benchmarks/save_stall.py                                     two GPUs: 8B; needs 12 bytes a parameter of disk
+    python benchmarks/save_stall.py --ranks 1 --model benchmarks/models/llama3-8b-half.json       one GPU: as many bytes a rank
     python benchmarks/save_stall.py --model tiny --seq 64 --ranks 2     anywhere, to see that it runs
 
 Trains until the first checkpoint is whole, then stops without another. Steps are those without an evaluation or a save in them:
@@ -31,16 +32,17 @@ from fullstride.rundir import RunDir
 
 
 def plan_of(asked, cluster):
-    """Flat buffers at stage 2."""
+    """Flat buffers at stage 2; one rank shares with nobody."""
     layout, shard = layout_for(2, asked.ranks)
+    carrier = asked.carrier if asked.ranks > 1 else "none"
     return Plan(
         model=ModelRef(source=asked.model),
         workload=Workload(sequence_length=asked.seq, samples_per_step=asked.ranks, data=asked.data),
         recipe=Recipe(steps=100_000, warmup_steps=100),
         layout=layout,
-        shard=replace(shard, carrier=asked.carrier),
+        shard=replace(shard, carrier=carrier),
         batch=Batch(micro_batch=1),
-        precision=FP32 if cluster.device.kind == "cpu" else weights_cast(1, asked.carrier),
+        precision=FP32 if cluster.device.kind == "cpu" else weights_cast(1, carrier),
         loss=Loss(kind="chunked"),
         compile=Compile(mode="off"),
     )

@@ -3,6 +3,7 @@
     python benchmarks/zero_carriers.py                                               two GPUs: 8B at 8192
     python benchmarks/zero_carriers.py --torchtitan runs/peer                        the same between two runs of torchtitan
     python benchmarks/zero_carriers.py --stages 2 3 --reduction bf16 --rounds 5
+    python benchmarks/zero_carriers.py --ranks 1 --model benchmarks/models/llama3-8b-half.json         one GPU: half of 8B
     python benchmarks/zero_carriers.py --model tiny --seq 64 --steps 2 --rounds 2    anywhere, to see that it runs
 
 Every round builds each plan anew, warms it up and times some steps; what is printed is the mean of the rounds with the lowest
@@ -22,7 +23,7 @@ from fullstride.cluster.probe import probe_cluster
 from fullstride.errors import FullstrideError
 from fullstride.model.source import load_spec
 from fullstride.plan.defaults import AUTOCAST, FP32, layout_for, weights_cast
-from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Overlap, Plan, Recipe, Recompute, Workload
+from fullstride.plan.plan import Batch, Compile, Loss, ModelRef, Overlap, Plan, Recipe, Recompute, Shard, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
 from peer import peer
@@ -31,21 +32,22 @@ from rounds import in_turns
 
 def plan_of(asked, cluster, carrier, stage):
     """The plan of one row."""
-    layout, shard = layout_for(stage, asked.ranks)
+    layout, _ = layout_for(stage, asked.ranks)
     samples = asked.micro_batch * asked.accumulation
     if cluster.device.kind == "cpu":
         precision = FP32
     elif carrier == "ddp":
         precision = AUTOCAST
     else:
-        narrow = asked.reduction if asked.accumulation == 1 else "fp32"
+        narrow = "bf16" if asked.ranks == 1 else asked.reduction
+        narrow = narrow if asked.accumulation == 1 else "fp32"
         precision = replace(weights_cast(asked.accumulation, carrier), reduction=asked.reduction, gradient=narrow)
     return Plan(
         model=ModelRef(source=asked.model),
         workload=Workload(sequence_length=asked.seq, samples_per_step=samples * asked.ranks, data=asked.data),
         recipe=Recipe(steps=10_000, warmup_steps=100),
         layout=layout,
-        shard=replace(shard, carrier=carrier),
+        shard=Shard(carrier=carrier, stage=stage),
         batch=Batch(micro_batch=asked.micro_batch, accumulation=asked.accumulation),
         recompute=Recompute(mode=asked.recompute),
         overlap=Overlap(prefetch=asked.prefetch) if stage == 3 else Overlap(),
@@ -56,7 +58,9 @@ def plan_of(asked, cluster, carrier, stage):
 
 
 def rows_of(asked, spec, cluster):
-    """Plans by name; DDP only where it is expected to fit."""
+    """Plans by name; DDP only where it is expected to fit; one rank shares with nobody."""
+    if asked.ranks == 1:
+        return {"one rank": plan_of(asked, cluster, "none", 0)}
     found = {f"{c} zero {s}": plan_of(asked, cluster, c, s) for s in asked.stages for c in ("fsdp2", "flat")}
     ddp = plan_of(asked, cluster, "ddp", 0)
     if price(ddp, spec, cluster).fits:
