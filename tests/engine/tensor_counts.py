@@ -1,20 +1,28 @@
 """The collectives of one step on two tensor-parallel ranks: `python -m tests.engine.tensor_counts` under torchrun.
 
 Prints on rank 0 a JSON object: for each case each rank's collectives, in order, as [phase, kind, ranks, bytes of the whole].
+With `compiled` as argument: for each case of one family how many of each kind a step has, eager and compiled, and why compiled
+code fell into pieces.
 """
 
 import contextlib
+import functools
 import itertools
 import json
+import sys
+from collections import Counter
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
+from torch.profiler import ProfilerActivity, profile
 
+from fullstride.engine import compiling
 from fullstride.engine.parallel import collectives
 from fullstride.engine.parity import batches
 from fullstride.engine.parity_cases import make_case, model_of
 from fullstride.engine.run import prepare
-from fullstride.plan.plan import Recompute
+from fullstride.plan.plan import Compile, Recompute
 
 MODES = ("none", "norm_activation", "full")
 OTHERS = (
@@ -95,14 +103,42 @@ def recorded(case):
     return recorder.seen
 
 
+def compiled(case):
+    """How many collectives of each kind one compiled step runs on this rank, and why blocks are more than one graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = prepare(model_of(case), replace(case.plan, compile=Compile(mode="block")))
+    whole = batches(case)[0]
+    run.step(whole)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run.step(whole)
+    run.close()
+    names = [event.name.removeprefix("_c10d_functional::") for event in seen.events() if event.name.startswith("_c10d_f")]
+    return Counter(KINDS[name] for name in names if name in KINDS), compiling.graph_breaks()
+
+
+def beside_eager():
+    """Compiled beside eager; partitioned as inductor does, but not made into code, which takes long."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    found = {}
+    for name, case in cases().items():
+        if case.family == "llama":
+            eager = Counter(kind for phase, kind, _, _ in recorded(case) if "in place" not in phase)
+            found[name] = eager, *compiled(case)
+    return found
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
-    for name, case in cases().items():
-        both = [None, None]
-        dist.all_gather_object(both, recorded(case))
-        found[name] = both
+    if "compiled" in sys.argv:
+        found = beside_eager()
+    else:
+        for name, case in cases().items():
+            both = [None, None]
+            dist.all_gather_object(both, recorded(case))
+            found[name] = both
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()

@@ -17,13 +17,17 @@ LETTERS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 BLOCKS = 2
 
 
-@pytest.fixture(scope="module")
-def found():
+def told(*arguments):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "tests.engine.tensor_counts"]
+    command = [*launcher, "-m", "tests.engine.tensor_counts", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found():
+    return told()
 
 
 def in_words(seen):
@@ -111,3 +115,13 @@ def total(seen):
     for _, kind, _, size in seen:
         counted[kind] += size
     return counted
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(700)
+def test_compiled_blocks_are_whole_and_move_what_eager_ones_move():
+    found = told("compiled")
+    assert len(found) == 12
+    for name, (eager, compiled, breaks) in found.items():
+        assert breaks == {}, name
+        assert compiled == eager, name

@@ -43,9 +43,19 @@ def require_compiler(device: torch.device) -> None:
 
 def compile_blocks(model: nn.Module, anatomy: Anatomy) -> None:
     """Compile each block's forward. Shapes are static: a step that compiles again is a step that is not steady."""
+    # Regions of tensor parallelism note what their products share while they run. Inside recomputation torch leaves a whole
+    # block uncompiled for that, unless it may assume that backward, which runs the traced code, need not note it again.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for path in anatomy.blocks:
         block = model.get_submodule(path)
         block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why compiled code fell into pieces so far in this process, and how often; empty if every block is one graph."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
 
 
 def recompile_count() -> int:
