@@ -24,6 +24,23 @@ def test_memory_volatility_is_that_of_the_worst_rank():
     assert memory_volatility({}).good is None
 
 
+def test_resident_memory_is_shown_and_vetoes_nothing(plan, cluster):
+    device = msgspec.structs.replace(cluster.device, kind="cpu")
+    group = msgspec.structs.replace(cluster.groups[0], device=device)
+    host = msgspec.structs.replace(cluster, groups=(group,))
+
+    def run(where, wander):
+        reserved = {0: [100, 100 + wander] * 500}
+        return measured(plan, where, 0.01, reserved_bytes=reserved)
+
+    assert "memory volatility is 16.7%" in worsened(run(cluster, 0), run(cluster, 40)).replace(" %", "%")
+    assert worsened(run(host, 0), run(host, 40)) == ""
+    figure = next(f for f in run(host, 40).health if f.name == "memory volatility")
+    assert figure.value == pytest.approx(1 / 6)
+    assert figure.good is None
+    assert "not judged" in figure.note
+
+
 def test_communication_efficiency():
     shares = [Share(name="forward", seconds=1.0), Share(name="exposed_comm", seconds=0.3), Share(name="rest", seconds=0.1)]
     figure = communication_efficiency(shares, 2)
@@ -39,7 +56,7 @@ def rounds(label, wobble):
     return [Round(index=i, label=label, step_seconds=(1 - wobble, 1 + wobble * (1 + i / 100))) for i in range(4)]
 
 
-def measured(plan, cluster, wobble, shares=()):
+def measured(plan, cluster, wobble, shares=(), **more):
     return measurement_of(
         plan=plan,
         cluster=cluster,
@@ -49,6 +66,7 @@ def measured(plan, cluster, wobble, shares=()):
         form="short",
         started="now",
         shares=shares,
+        **more,
     )
 
 

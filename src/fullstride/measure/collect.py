@@ -199,7 +199,11 @@ def measurement_of(
         mfu_full=mfu(flops.full, rate, plan, cluster) if flops else None,
         mfu_causal=mfu(flops.causal, rate, plan, cluster) if flops else None,
         health=health_figures(
-            step_seconds=timed, reserved_bytes=reserved_bytes or {}, shares=fitted, world_size=plan.layout.world_size
+            step_seconds=timed,
+            reserved_bytes=reserved_bytes or {},
+            shares=fitted,
+            world_size=plan.layout.world_size,
+            on_host=cluster.device.kind == "cpu",
         ),
         shares=fitted,
         exposed_comm_seconds=named.get("exposed_comm", 0.0) if fitted and "unattributed" not in named else None,

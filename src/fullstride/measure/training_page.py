@@ -222,7 +222,8 @@ def _memory(ranks: Sequence[RankEvents]) -> Chart:
 
 def _health(ranks: Sequence[RankEvents]) -> Table:
     reserved = {rank.rank: [one.reserved_bytes for one in rank.memory[1:]] for rank in ranks}
-    figures = (throughput_stability(_durations(_warm(ranks[0].steps))), memory_volatility(reserved))
+    on_host = not any(one.device_used_bytes for rank in ranks for one in rank.memory)
+    figures = (throughput_stability(_durations(_warm(ranks[0].steps))), memory_volatility(reserved, on_host=on_host))
     names = ("figure", "value", "limit", "samples", "note")
     columns = tuple(Column(name=name, align="right" if name in ("value", "samples") else "left") for name in names)
     return Table(columns=columns, rows=tuple(_health_row(figure) for figure in figures))
