@@ -1,4 +1,4 @@
-"""Write the parts of the docs that the code already says: the fields of a plan, the rules, the exit codes.
+"""Write the parts of the docs that the code already says: the fields of a plan, the rules, the exit codes, the levers.
 
 Run `python docs/generate.py` (or `make docs-write`) after a change; the tests compare the pages with the code.
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
@@ -16,6 +16,7 @@ from pathlib import Path
 from fullstride import errors
 from fullstride.plan import plan as plan_module
 from fullstride.plan.rules import rules_table
+from fullstride.tune.levers import LEVERS
 
 DOCS = Path(__file__).parent
 
@@ -82,10 +83,16 @@ def exit_codes() -> str:
     return _table(("exit code", "means"), ((code, told[code]) for code in sorted(told)))
 
 
+def levers() -> str:
+    """A row for each change that `tune` can make."""
+    return _table(("lever", "goes after"), ((f"`{lever.name}`", lever.attacks) for lever in LEVERS))
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "plan-file.md": ("fields", plan_fields),
     "rules.md": ("rules", rules),
     "getting-started.md": ("exit codes", exit_codes),
+    "tuning.md": ("levers", levers),
 }
 
 

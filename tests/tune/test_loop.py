@@ -3,6 +3,7 @@ import random
 import statistics
 
 import pytest
+from msgspec.structs import replace
 from tests.tune.fakes import (
     AUTOCAST,
     FakeClock,
@@ -17,7 +18,8 @@ from tests.tune.fakes import (
 )
 
 from fullstride.files import read_json
-from fullstride.plan.plan import Batch
+from fullstride.plan.estimate import Term
+from fullstride.plan.plan import Batch, Layout, Pipeline, Shard
 from fullstride.plan.toml import read_plan
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.learned import learn
@@ -406,3 +408,43 @@ def test_time_that_the_last_measurement_left_goes_to_further_rungs_and_their_own
     assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}
     assert len({trial.index for trial in ladder.trials}) == len(ladder.trials)
     assert bench.clock.now - bench.began < 60 * 5
+
+
+PIPED = {
+    "layout": Layout(pp=2),
+    "shard": Shard(),
+    "pipeline": Pipeline(schedule="1f1b"),
+    "batch": Batch(micro_batch=4, accumulation=2),
+}
+BUBBLE = {"gpipe": 0.5, "1f1b": 0.5, "zb-h1": 0.17}
+
+
+def piped_seconds(plan):
+    return seconds_by_parts(plan) + BUBBLE[plan.pipeline.schedule]
+
+
+def test_a_pipeline_gets_the_schedule_that_shortens_its_bubble(bench):
+    def price(plan, spec, cluster):
+        found = fake_price(piped_seconds)(plan, spec, cluster)
+        work, bubble = seconds_by_parts(plan), BUBBLE[plan.pipeline.schedule]
+        terms = [Term(name=k, kind=k, seconds=t, exposed_seconds=t, source="made up", confidence="assumed")
+                 for k, t in (("compute", work), ("bubble", bubble))]  # fmt: skip
+        return replace(found, terms=tuple(terms))
+
+    ladder = bench.tune(plan=fake_plan(**PIPED), price=price, seconds=piped_seconds, minutes=20)
+    trial = by_lever(ladder)["schedule"]
+    assert (trial.outcome, trial.change) == ("kept", "schedule 1f1b -> zb-h1")
+    assert ladder.best_plan.pipeline == Pipeline(schedule="zb-h1")
+    assert ladder.final.verdict == "better"
+    assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}
+    assert "blocks do not lie by their cost" in by_lever(ladder)["balance"].reason
+    assert by_lever(ladder)["zero"].reason == "needs several data-parallel ranks"
+
+
+def test_a_schedule_that_is_only_predicted_to_be_faster_is_undone(bench):
+    def seconds(plan):
+        return seconds_by_parts(plan) + (0.9 if plan.pipeline.schedule == "zb-h1" else 0.5)
+
+    ladder = bench.tune(plan=fake_plan(**PIPED), price=fake_price(piped_seconds), seconds=seconds, minutes=20)
+    assert by_lever(ladder)["schedule"].outcome == "undone"
+    assert ladder.best_plan.pipeline.schedule == "1f1b"

@@ -11,11 +11,11 @@ from fullstride.measure.compare import THRESHOLD
 from fullstride.measure.measurement import Comparison, Measurement, Round
 from fullstride.measure.stats import trimmed_mean
 from fullstride.plan.plan import Plan
-from fullstride.plan.rules import check
 from fullstride.tune.choose import Choice, Situation
 from fullstride.tune.driver import Record
 from fullstride.tune.learned import Pricer, predict
 from fullstride.tune.levers import Lever
+from fullstride.tune.stages import refused
 from fullstride.tune.trial import Ladder, Trial
 
 
@@ -78,7 +78,7 @@ def on_top_of(situation: Situation, trial: Trial, levers: Sequence[Lever], price
         if move.words == trial.change
     ]
     for move in moves:
-        if move.plan.plan_hash in situation.learned.tried or check(move.plan, situation.spec, situation.cluster):
+        if move.plan.plan_hash in situation.learned.tried or refused(move.plan, situation.spec, situation.cluster):
             continue
         then = predict(move.plan, situation.spec, situation.cluster, situation.learned, pricer)
         if now and then and then.fits:

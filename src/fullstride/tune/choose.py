@@ -10,9 +10,9 @@ from fullstride.measure.measurement import Measurement
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.estimate import Estimate
 from fullstride.plan.plan import Plan
-from fullstride.plan.rules import check
 from fullstride.tune.learned import Learned, Prediction, Pricer, predict
 from fullstride.tune.levers import Lever, Move, micro_batches, with_micro_batch
+from fullstride.tune.stages import refused
 from fullstride.units import format_bytes
 
 WORTH = 1.02
@@ -81,16 +81,15 @@ def _best_of(situation: Situation, lever: Lever, now: Prediction, pricer: Pricer
     moves = list(lever.changes(situation.plan, situation.spec, situation.cluster))
     if not moves:
         return Passed(lever=lever.name, reason=lever.needs)
-    refused = ""
+    why_not = ""
     priced: list[tuple[Move, Prediction]] = []
     for move in moves:
-        broken = check(move.plan, situation.spec, situation.cluster)
-        if broken:
-            refused = refused or f"not allowed: {broken[0].message}"
+        if broken := refused(move.plan, situation.spec, situation.cluster):
+            why_not = why_not or f"not allowed: {broken}"
             continue
         priced += _priced(situation, lever, move, pricer)
     if not priced:
-        return Passed(lever=lever.name, reason=refused or "every choice was tried or has no price")
+        return Passed(lever=lever.name, reason=why_not or "every choice was tried or has no price")
     fitting = [(move, prediction) for move, prediction in priced if prediction.fits]
     if not fitting:
         return _too_large(lever, priced)
@@ -108,7 +107,7 @@ def _priced(situation: Situation, lever: Lever, move: Move, pricer: Pricer) -> l
     if not lever.moves_memory or alone is None:
         return found
     for combined in _combined(move, alone.fits):
-        if combined.plan.plan_hash in situation.learned.tried or check(combined.plan, situation.spec, situation.cluster):
+        if combined.plan.plan_hash in situation.learned.tried or refused(combined.plan, situation.spec, situation.cluster):
             continue
         if alone.fits and _fits_already(situation, combined.plan.batch.micro_batch, pricer):
             continue

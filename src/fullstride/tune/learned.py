@@ -22,12 +22,15 @@ Pricer: TypeAlias = Callable[[Plan, ModelSpec, Cluster], Estimate]
 
 _SIDES: dict[str, tuple[tuple[TermKind, ...], tuple[ShareName, ...]]] = {
     "compute": (("compute", "attention", "memory_bound", "recompute", "loss"), ("forward", "backward")),
-    "comm": (("comm", "bubble"), ("exposed_comm",)),
+    "comm": (("comm",), ("exposed_comm",)),
     "optimizer": (("optimizer",), ("optimizer",)),
     "data": (("data",), ("data",)),
     "host": (("host",), ("host_gap",)),
 }
-"""Class of terms -> what is predicted of it, what is measured of it."""
+"""Class of terms -> what is predicted of it, what is measured of it. A bubble is in none: waiting is measured among the rest,
+or with communication where receives wait on the device."""
+_OTHERS_COMPUTE: TermKind = "bubble"
+"""Waiting for what another stage computes: as much longer as computing is."""
 _FARTHEST = 4.0
 """A factor beyond this, either way, says more about the measurement than about the prediction."""
 _SMALL = 0.01
@@ -67,7 +70,7 @@ def predict(plan: Plan, spec: ModelSpec, cluster: Cluster, learned: Learned, pri
         estimate = pricer(plan, spec, cluster)
     except FullstrideError:
         return None
-    seconds = sum(term.exposed_seconds * learned.factors.get(_class_of(term.kind), 1.0) for term in estimate.terms)
+    seconds = sum(term.exposed_seconds * _factor(term.kind, learned.factors) for term in estimate.terms)
     needed = int(estimate.peak_device_bytes * learned.memory_ratio)
     fits = needed <= estimate.capacity_bytes
     if learned.oom_bytes is not None and estimate.peak_device_bytes >= learned.oom_bytes * _SAME_SIZE:
@@ -97,16 +100,21 @@ def learn(ladder: Ladder) -> Learned:
 
 
 def calibrate(estimate: Estimate, measured: Measurement) -> dict[str, float]:
-    """Measured over predicted seconds for each class of terms; one common factor where the step was not attributed."""
+    """Measured over predicted seconds for each class of terms; one common factor where the step was not attributed.
+
+    In a pipeline a receive that waits counts as communication, so that the bubble, by what computing was off, is taken from it.
+    """
     shares = {share.name: share.seconds for share in measured.shares}
     step = measured.step_seconds.value
     if not shares or "unattributed" in shares:
         factor = _bounded(step / estimate.step_seconds) if estimate.step_seconds > 0 else 1.0
         return dict.fromkeys(_SIDES, factor)
-    factors = {}
+    factors: dict[str, float] = {}
     for name, (kinds, names) in _SIDES.items():
         predicted = sum(term.exposed_seconds for term in estimate.terms if term.kind in kinds)
         seen = sum(shares.get(share, 0.0) for share in names)
+        if name == "comm":
+            seen -= factors.get("compute", 1.0) * _bubble_seconds(estimate)
         if min(predicted, seen) >= _SMALL * step:
             factors[name] = _bounded(seen / predicted)
     return factors
@@ -116,5 +124,10 @@ def _bounded(factor: float) -> float:
     return min(_FARTHEST, max(1 / _FARTHEST, factor))
 
 
-def _class_of(kind: TermKind) -> str:
-    return next(name for name, (kinds, _) in _SIDES.items() if kind in kinds)
+def _bubble_seconds(estimate: Estimate) -> float:
+    return sum(term.exposed_seconds for term in estimate.terms if term.kind == _OTHERS_COMPUTE)
+
+
+def _factor(kind: TermKind, factors: dict[str, float]) -> float:
+    found = "compute" if kind == _OTHERS_COMPUTE else next(name for name, (kinds, _) in _SIDES.items() if kind in kinds)
+    return factors.get(found, 1.0)

@@ -14,7 +14,10 @@ import msgspec
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import Value
 from fullstride.model.spec import ModelSpec
-from fullstride.plan.plan import Batch, Carrier, Overlap, Plan, Precision, Shard
+from fullstride.plan import met
+from fullstride.plan.plan import Batch, Carrier, Overlap, Pipeline, Plan, Precision, Shard
+from fullstride.plan.refine import MOST_PASSES, MOST_SIZED
+from fullstride.tune.stages import balanced, other_schedules, other_sizes
 
 
 class Move(Value, frozen=True, kw_only=True):
@@ -68,11 +71,13 @@ def micro_batches(plan: Plan) -> list[int]:
 
 
 def with_micro_batch(plan: Plan, size: int) -> Move:
-    """The same work per step in micro-batches of `size`."""
+    """The same work per step in micro-batches of `size`, on all stages where there are several."""
     accumulation = plan.workload.samples_per_step // plan.layout.data_parallel // size
-    old = plan.batch
-    words = f"micro-batch {old.micro_batch} -> {size}, accumulation {old.accumulation} -> {accumulation}"
-    return Move(plan=replaced(plan, batch=Batch(micro_batch=size, accumulation=accumulation)), words=words)
+    old, by_stage = plan.batch, plan.pipeline.micro_batch_per_stage
+    before, after = (" ".join(map(str, by_stage)), f"{size} on all stages") if by_stage else (old.micro_batch, size)
+    words = f"micro-batch {before} -> {after}, accumulation {old.accumulation} -> {accumulation}"
+    pipeline = msgspec.structs.replace(plan.pipeline, micro_batch_per_stage=())
+    return Move(plan=replaced(plan, batch=Batch(micro_batch=size, accumulation=accumulation), pipeline=pipeline), words=words)
 
 
 def _micro_batch(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
@@ -94,7 +99,7 @@ def _zero(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
         return
     now = _sharding(plan.shard)
     alone, together = (msgspec.structs.replace(plan.layout, dp_replicate=ranks // size, dp_shard=size) for size in (1, ranks))
-    choices = [(Shard(carrier="ddp", stage=0), alone)]
+    choices = [(Shard(carrier="ddp", stage=0), alone)] if plan.layout.pp == 1 else []
     carrier: Carrier = "flat" if plan.shard.carrier == "flat" else "fsdp2"
     choices += [(Shard(carrier=carrier, stage=stage), together) for stage in (1, 2, 3)]
     for shard, layout in choices:
@@ -209,6 +214,32 @@ def _tensor_overlap(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[M
     yield Move(plan=replaced(plan, overlap=new), words=f"exchange of tensor parallelism {where} products")
 
 
+def _schedule(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
+    for pipeline, words in other_schedules(plan, spec, cluster):
+        yield _with_pipeline(plan, pipeline, words)
+
+
+def _balance(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
+    if found := balanced(plan, spec, cluster):
+        yield _with_pipeline(plan, *found)
+
+
+def _sizes(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[Move]:
+    for pipeline, words in other_sizes(plan, spec, cluster):
+        yield _with_pipeline(plan, pipeline, words)
+
+
+def _with_pipeline(plan: Plan, pipeline: Pipeline, words: str) -> Move:
+    """A schedule that FSDP2 cannot serve comes with flat buffers, which can (rule `pipeline.fsdp2`)."""
+    moved = replaced(plan, pipeline=pipeline)
+    if moved.shard.carrier == "fsdp2" and met.pipeline_fsdp2_met(moved):
+        moved = replaced(moved, shard=msgspec.structs.replace(moved.shard, carrier="flat"))
+        words += ", ZeRO by flat buffers"
+    return Move(plan=moved, words=words)
+
+
+_STAGES = "needs several pipeline stages"
+
 LEVERS: tuple[Lever, ...] = (
     Lever(
         name="micro-batch",
@@ -273,6 +304,25 @@ LEVERS: tuple[Lever, ...] = (
         attacks="exposed communication of tensor parallelism",
         changes=_tensor_overlap,
         needs="needs several tensor-parallel ranks",
+    ),
+    Lever(
+        name="schedule",
+        attacks="the pipeline's bubble, or activations that wait for their backward",
+        changes=_schedule,
+        needs=_STAGES,
+        moves_memory=True,
+    ),
+    Lever(
+        name="balance",
+        attacks="stages that wait for the slowest",
+        changes=_balance,
+        needs=f"{_STAGES} whose blocks do not lie by their cost, and at most {MOST_PASSES} passes of stages a step",
+    ),
+    Lever(
+        name="sizes",
+        attacks="the pipeline's bubble, at the stages that fill and drain it",
+        changes=_sizes,
+        needs=f"{_STAGES} that suit micro-batches of different sizes, and at most {MOST_SIZED} passes of stages a step",
     ),
 )
 """All levers."""
