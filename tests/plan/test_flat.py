@@ -17,7 +17,7 @@ from fullstride.plan.defaults import FP32, layout_for, weights_cast
 from fullstride.plan.facts import num_parameters
 from fullstride.plan.flat import ALIGN, aligned, flat_size
 from fullstride.plan.neighbours import changes_of, vary
-from fullstride.plan.plan import Batch, Loss, Workload
+from fullstride.plan.plan import Batch, Loss, Optimizer, Workload
 from fullstride.plan.price import price
 from fullstride.plan.rules import check
 from fullstride.plan.space import layouts, summary
@@ -60,10 +60,12 @@ def test_what_a_step_moves():
         assert total == {1: 2 * P, 2: (micro + 1) * P, 3: micro * (3 * P - TABLE)}
 
 
-def test_one_copy_of_gradients_and_a_cast_of_shards():
-    found = by_name(plan_for(2))["copies of flat buffers"].seconds
+def test_one_copy_of_gradients_and_a_cast_of_shards_that_the_optimizer_did_not_make():
     small = by_name(plan_for(2, precision=FP32))["copies of flat buffers"].seconds
-    assert found / small == pytest.approx((P * 6 + P / 8 * 6) / (P * 8), rel=1e-6)
+    torchs = Optimizer(implementation="foreach")
+    for parts, cast in (({}, 0), ({"optimizer": torchs}, P / 8 * 6)):
+        found = by_name(plan_for(2, **parts))["copies of flat buffers"].seconds
+        assert found / small == pytest.approx((P * 6 + cast) / (P * 8), rel=1e-6)
     assert "FSDP2's copies" not in by_name(plan_for(2))
 
 

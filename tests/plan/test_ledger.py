@@ -204,12 +204,14 @@ def test_autocast_copies_the_weights_of_products():
 
 
 def test_optimizer_temporaries():
-    def temporary(**parts):
-        return rows_of(plan_for(**parts), "temporary", moment="optimizer")
+    def temporary(cluster=GPUS, **parts):
+        return rows_of(plan_for(**parts), "temporary", moment="optimizer", cluster=cluster)
 
-    assert temporary(precision=FP32) == 0
-    assert temporary() == 4 * P  # bf16 gradients widened, less than one piece
-    assert temporary(precision=FP32, optimizer=Optimizer(implementation="foreach")) == 4 * P
+    foreach = Optimizer(implementation="foreach")
+    assert temporary(precision=FP32) == temporary() == 0
+    assert temporary(cluster=cpus()) == 4 * P  # bf16 gradients widened, less than one piece
+    assert temporary(optimizer=foreach) == 4 * P + 4 * P
+    assert temporary(precision=FP32, optimizer=foreach) == 4 * P
     assert temporary(precision=FP32, optimizer=Optimizer(implementation="loop")) == 2 * 4 * 256 * 64
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fullstride.cluster.cluster import Cluster
 from fullstride.model.saved import cost_of, saved_bytes
 from fullstride.model.spec import ModelSpec, Sublayer
 from fullstride.plan.plan import DType, Plan
@@ -129,6 +130,12 @@ def master_bytes(plan: Plan) -> int:
 
 OTHER_CARRIERS = ("megatron", "deepspeed")
 """Carriers of other frameworks."""
+
+
+def steps_in_one_pass(plan: Plan, cluster: Cluster) -> bool:
+    """Whether this engine's own kernel steps: it reads gradients and writes weights in whatever dtype they have."""
+    fused = plan.optimizer.implementation == "fused" and plan.precision.master == "fp32"
+    return fused and cluster.device.kind != "cpu" and plan.shard.carrier not in OTHER_CARRIERS
 
 
 def experts_cut(plan: Plan, others: int) -> int:

@@ -18,6 +18,7 @@ from fullstride.plan.facts import (
     num_resharded,
     num_trainable,
     parts,
+    steps_in_one_pass,
     weight_bytes,
     whole_weights,
 )
@@ -242,7 +243,7 @@ def copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
 
 
 def _flat_copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """Flat buffers: gradients copied once (micro-batches added up), shards cast where masters have another dtype."""
+    """Flat buffers: gradients copied once (micro-batches added up), shards cast where the optimizer did not write them so."""
     moved, each = volumes(plan, spec), whole_weights(plan, spec) / num_parameters(spec)
     wide, master, kept = BYTES[plan.precision.reduction], BYTES[plan.precision.master], BYTES[plan.precision.gradient]
     ranks, micro, trained = plan.layout.dp_shard, plan.batch.accumulation, _trained(plan, spec)
@@ -251,7 +252,8 @@ def _flat_copies(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
         size = trained * (micro * (each + kept) + (micro - 1) * kept + (kept + wide if kept != wide else 0))
     elif micro > 1 or kept != wide:
         size += moved.reduced / ranks * (wide + 2 * kept)
-    if plan.precision.cast == "weights":  # frozen weights beside adapters are held in the dtype that they are gathered in
+    written = plan.shard.stage < 3 and steps_in_one_pass(plan, cluster)
+    if plan.precision.cast == "weights" and not written:  # frozen ones beside adapters are held as they are gathered
         cast = _rounds(plan)[0] * trained if plan.adapter.rank else moved.gathered
         size += cast / ranks * (master + each)
     if plan.layout.tp * plan.layout.pp * plan.layout.ep > 1:

@@ -10,7 +10,7 @@ from fullstride.plan.cost.lanes import again, busiest
 from fullstride.plan.cost.logits import loss_passes
 from fullstride.plan.cost.pieces import FUSED, gradient_traffic, thread_factor
 from fullstride.plan.estimate import Confidence, Term, TermKind
-from fullstride.plan.facts import BYTES, experts_cut
+from fullstride.plan.facts import BYTES, experts_cut, steps_in_one_pass
 from fullstride.plan.plan import Plan
 
 SEPARATE_PASSES = {"megatron": 6.0, "deepspeed": 12.0}
@@ -89,17 +89,26 @@ def stepped_parameters(plan: Plan, spec: ModelSpec, cluster: Cluster) -> float:
     return total
 
 
-def optimizer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
-    """AdamW as bytes: g, m, v and p read, m, v and p written; the norm reads g; clipping is part of the fused step."""
-    wide = BYTES[plan.precision.optimizer_state]
+def _bytes_a_parameter(plan: Plan, cluster: Cluster) -> float:
+    """What the step moves: g, m, v and p read, m, v and p written; the norm reads g; clipping is part of the fused step."""
+    p, cast_here = plan.precision, plan.precision.cast == "weights" and plan.shard.carrier in ("none", "flat")
+    wide = BYTES[p.optimizer_state]
+    if steps_in_one_pass(plan, cluster) and cast_here:
+        writes_weights = plan.shard.carrier == "none" or plan.shard.stage < 3
+        return 6.0 * wide + 2.0 * BYTES[p.gradient] + (BYTES[p.block] if writes_weights else 0.0)
     each = 7.0 * wide
     if plan.optimizer.implementation != "fused":
         each *= 2.6  # some fourteen separate passes (measured on CPU: 3.8 times the time of the fused step)
         each += 2.0 * wide if plan.recipe.clip_norm else 0.0  # the fused step clips on its way
     each += wide + SEPARATE_PASSES.get(plan.shard.carrier, 0.0)  # the norm, taken in any case
-    if plan.precision.cast == "weights" and plan.shard.carrier == "none":
-        narrow = BYTES[plan.precision.block]
-        each += (wide + narrow) * (2 if plan.precision.gradient != plan.precision.master else 1)  # widen, copy back
+    if cast_here and plan.shard.carrier == "none":
+        each += (wide + BYTES[p.block]) * (2 if p.gradient != p.master else 1)  # widen, copy back
+    return each
+
+
+def optimizer(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Term:
+    """AdamW as bytes."""
+    each = _bytes_a_parameter(plan, cluster)
     away = min(1.0, plan.optimizer.cpu_share + plan.optimizer.nvme_share)
     rate = rates.copy_seconds(cluster, stepped_parameters(plan, spec, cluster) * each * (1 - away))
     return term(

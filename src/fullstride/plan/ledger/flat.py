@@ -15,7 +15,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import Parameter, Sublayer
 from fullstride.plan.adapted import adapted
 from fullstride.plan.estimate import MomentName, Row
-from fullstride.plan.facts import BYTES, Part, master_bytes, num_resharded, once, weight_bytes
+from fullstride.plan.facts import BYTES, Part, master_bytes, num_resharded, once, steps_in_one_pass, weight_bytes
 from fullstride.plan.flat import flat_size
 from fullstride.plan.ledger.cuts import local_elements
 from fullstride.plan.ledger.local import Local
@@ -176,5 +176,5 @@ def temporaries(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     plan, wide = local.plan, master_bytes(local.plan)
     largest = max((unit.elements for unit in units(local)), default=0) // local.shards * wide
     copies = {"fused": 0, "foreach": 1, "loop": 2}[plan.optimizer.implementation]
-    copies += BYTES[plan.precision.gradient] != wide
+    copies += BYTES[plan.precision.gradient] != wide and not steps_in_one_pass(plan, cluster)
     return (row("one unit's step", "temporary", copies * largest, f"{copies} x its shard x {wide} B", ("optimizer",)),)

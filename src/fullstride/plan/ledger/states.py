@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.plan.estimate import MomentName, Row, RowKind
-from fullstride.plan.facts import BYTES, master_bytes, weight_bytes
+from fullstride.plan.facts import BYTES, master_bytes, steps_in_one_pass, weight_bytes
 from fullstride.plan.ledger.local import Local
 from fullstride.plan.ledger.row import ALL, LAST, row
 
@@ -119,7 +119,7 @@ def early_gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     stored = plan.precision.cast == "weights" and plan.precision.gradient != plan.precision.block
     if plan.shard.carrier != "none" or plan.batch.accumulation > 1 or stored:
         return ()
-    head = local.head.trainable or local.embedding.trainable  # tied: the embedding's
+    head = local.embedding.trainable if local.spec.tied_embeddings else local.head.trainable
     size = head * BYTES[plan.precision.gradient]
     return (row("gradient of the head", "gradients", size, "made first, before any block's", ("backward",)),)
 
@@ -127,7 +127,8 @@ def early_gradients(local: Local, cluster: Cluster) -> tuple[Row, ...]:
 def optimizer_temporaries(local: Local, cluster: Cluster) -> tuple[Row, ...]:
     """What the step itself needs: widened gradients under cast weights, and foreach's copies."""
     plan, count, wide, found = local.plan, local.trainable, master_bytes(local.plan), []
-    if plan.shard.carrier == "none" and plan.precision.gradient != plan.precision.master:
+    narrow = plan.precision.gradient != plan.precision.master and not steps_in_one_pass(plan, cluster)
+    if plan.shard.carrier == "none" and narrow:
         piece = min(count, max(PIECE_ELEMENTS, local.largest_tensor))
         source = f"{piece} elements at a time x {wide} B: the fused step takes one dtype"
         found.append(row("gradients widened for AdamW", "temporary", piece * wide, source, ("optimizer",)))
