@@ -191,3 +191,12 @@ def test_sections_come_in_the_order_a_reader_asks():
     heads = [block.text for block in of_type(page(samples.won()), Heading)]
     assert heads == ["The ladder", "Time", "Memory", "Predictions", "Health", "Machine", "Plan"]
     assert len(of_type(page(samples.won()), Table)) >= 7
+
+
+def test_a_pipeline_says_where_its_waiting_is_counted():
+    ladder = samples.stands()
+    layout = msgspec.structs.replace(ladder.baseline_plan.layout, pp=2)
+    piped = msgspec.structs.replace(ladder.baseline_plan, layout=layout)
+    told = [msgspec.structs.replace(ladder, baseline_plan=plan) for plan in (piped, ladder.baseline_plan)]
+    said = "one of 2 pipeline ranks; what it waits for the others is in exposed communication"
+    assert [said in html_of(page(each)) for each in told] == [True, False]

@@ -22,15 +22,15 @@ Pricer: TypeAlias = Callable[[Plan, ModelSpec, Cluster], Estimate]
 
 _SIDES: dict[str, tuple[tuple[TermKind, ...], tuple[ShareName, ...]]] = {
     "compute": (("compute", "attention", "memory_bound", "recompute", "loss"), ("forward", "backward")),
-    "comm": (("comm",), ("exposed_comm",)),
+    "comm": (("comm", "bubble"), ("exposed_comm",)),
     "optimizer": (("optimizer",), ("optimizer",)),
     "data": (("data",), ("data",)),
     "host": (("host",), ("host_gap",)),
 }
-"""Class of terms -> what is predicted of it, what is measured of it. A bubble is in none: waiting is measured among the rest,
-or with communication where receives wait on the device."""
-_OTHERS_COMPUTE: TermKind = "bubble"
-"""Waiting for what another stage computes: as much longer as computing is."""
+"""Class of terms -> what is predicted of it, what is measured of it."""
+_TOGETHER = ("compute", "comm")
+"""One class in a pipeline. The terms are the busiest rank's, whose bubble is other stages' computing; measured is any rank,
+which waits in its receives for what it does not compute itself. What either computes and waits is the same."""
 _FARTHEST = 4.0
 """A factor beyond this, either way, says more about the measurement than about the prediction."""
 _SMALL = 0.01
@@ -70,7 +70,7 @@ def predict(plan: Plan, spec: ModelSpec, cluster: Cluster, learned: Learned, pri
         estimate = pricer(plan, spec, cluster)
     except FullstrideError:
         return None
-    seconds = sum(term.exposed_seconds * _factor(term.kind, learned.factors) for term in estimate.terms)
+    seconds = sum(term.exposed_seconds * learned.factors.get(_class_of(term.kind), 1.0) for term in estimate.terms)
     needed = int(estimate.peak_device_bytes * learned.memory_ratio)
     fits = needed <= estimate.capacity_bytes
     if learned.oom_bytes is not None and estimate.peak_device_bytes >= learned.oom_bytes * _SAME_SIZE:
@@ -100,23 +100,23 @@ def learn(ladder: Ladder) -> Learned:
 
 
 def calibrate(estimate: Estimate, measured: Measurement) -> dict[str, float]:
-    """Measured over predicted seconds for each class of terms; one common factor where the step was not attributed.
-
-    In a pipeline a receive that waits counts as communication, so that the bubble, by what computing was off, is taken from it.
-    """
+    """Measured over predicted seconds for each class of terms; one common factor where the step was not attributed."""
     shares = {share.name: share.seconds for share in measured.shares}
     step = measured.step_seconds.value
     if not shares or "unattributed" in shares:
         factor = _bounded(step / estimate.step_seconds) if estimate.step_seconds > 0 else 1.0
         return dict.fromkeys(_SIDES, factor)
+    piped = any(term.kind == "bubble" for term in estimate.terms)
+    alone = [(name,) for name in _SIDES if not (piped and name in _TOGETHER)]
+    groups: list[tuple[str, ...]] = [_TOGETHER, *alone] if piped else [*alone]
     factors: dict[str, float] = {}
-    for name, (kinds, names) in _SIDES.items():
+    for group in groups:
+        kinds = [kind for name in group for kind in _SIDES[name][0]]
+        names = [share for name in group for share in _SIDES[name][1]]
         predicted = sum(term.exposed_seconds for term in estimate.terms if term.kind in kinds)
         seen = sum(shares.get(share, 0.0) for share in names)
-        if name == "comm":
-            seen -= factors.get("compute", 1.0) * _bubble_seconds(estimate)
         if min(predicted, seen) >= _SMALL * step:
-            factors[name] = _bounded(seen / predicted)
+            factors |= dict.fromkeys(group, _bounded(seen / predicted))
     return factors
 
 
@@ -124,10 +124,5 @@ def _bounded(factor: float) -> float:
     return min(_FARTHEST, max(1 / _FARTHEST, factor))
 
 
-def _bubble_seconds(estimate: Estimate) -> float:
-    return sum(term.exposed_seconds for term in estimate.terms if term.kind == _OTHERS_COMPUTE)
-
-
-def _factor(kind: TermKind, factors: dict[str, float]) -> float:
-    found = "compute" if kind == _OTHERS_COMPUTE else next(name for name, (kinds, _) in _SIDES.items() if kind in kinds)
-    return factors.get(found, 1.0)
+def _class_of(kind: TermKind) -> str:
+    return next(name for name, (kinds, _) in _SIDES.items() if kind in kinds)

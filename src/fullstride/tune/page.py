@@ -73,7 +73,7 @@ def ladder_document(
     if train_command and state != "nothing runs":
         blocks.append(Code(text=train_command, title="train with the best plan", language="shell"))
     blocks += [Heading(text="The ladder"), *present([waterfall(ladder)]), trial_table(ladder)]
-    blocks += _time_blocks(named)
+    blocks += _time_blocks(named, ladder.baseline_plan.layout.pp)
     blocks += _memory_blocks(ladder, named)
     blocks += [Heading(text="Predictions"), *prediction_blocks(ladder)]
     blocks += [Heading(text="Health"), health_table(named) or Text(text="No health figure was taken.", tone="quiet")]
@@ -291,11 +291,20 @@ def _trial_cells(trial: Trial) -> tuple[str, ...]:
     return (trial.lever, trial.outcome, trial.change, predicted, measured, why, took)
 
 
-def _time_blocks(named: Named) -> list[AnyBlock]:
+def _time_blocks(named: Named, pp: int) -> list[AnyBlock]:
     if not named:
         return []
-    charts = present([step_time_chart(named), share_chart(named), share_table(named), not_profiled(named)])
+    waits = _waits(pp) if share_chart(named) else None
+    charts = present([step_time_chart(named), share_chart(named), waits, share_table(named), not_profiled(named)])
     return [Heading(text="Time"), *charts]
+
+
+def _waits(pp: int) -> Text | None:
+    """What the shares of a pipeline do not say by themselves."""
+    if pp == 1:
+        return None
+    text = f"The shares are those of one of {pp} pipeline ranks; what it waits for the others is in exposed communication."
+    return Text(text=text, tone="quiet")
 
 
 def _memory_blocks(ladder: Ladder, named: Named) -> list[AnyBlock]:

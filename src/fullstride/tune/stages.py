@@ -63,6 +63,8 @@ def other_schedules(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[t
             new = _laid_out(replace(plan, pipeline=new), spec, cluster)
             if new.layers_per_stage:
                 words += f", with {_listed(new.layers_per_stage)} blocks by stage"
+            elif old.layers_per_stage:
+                words += ", with equal stages"
             if old.micro_batch_per_stage:
                 words += f", micro-batch {plan.batch.micro_batch} on all stages"
         yield new, words
@@ -80,7 +82,10 @@ def _laid_out(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Pipeline:
         return new
     new = pipeline_of(asked.schedule, asked.chunks, plan.layout.pp, spec)
     layers = _by_cost(replace(plan, pipeline=new), spec, cluster)
-    return replace(new, layers_per_stage=layers) if layers else new
+    if layers is None:
+        return new
+    even = layers == (spec.num_blocks // stages,) * stages
+    return replace(new, layers_per_stage=() if even else layers)
 
 
 def balanced(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Pipeline, str] | None:
