@@ -49,7 +49,7 @@ def plan_of(asked, cluster):
 
 
 def first_save(run_dir, process, seconds):
-    """Wait for the first whole checkpoint: the bytes in it, and when it was seen."""
+    """Wait for the first whole checkpoint: the bytes in it, and when it was seen; 0 bytes if it was begun and is not whole yet."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for manifest in run_dir.checkpoints.glob("step-*/manifest.json"):
@@ -57,7 +57,16 @@ def first_save(run_dir, process, seconds):
         if process.poll() is not None:
             raise SystemExit(f"training ended with status {process.poll()} before its first checkpoint")
         time.sleep(0.1)
-    raise SystemExit(f"no checkpoint within {seconds:.0f} s")
+    seen = list(read_events(run_dir.events(0)))
+    if any(saving(event) for event in seen):
+        return 0, time.time_ns()
+    steps = sum(isinstance(event, StepEnd) for event in seen)
+    raise SystemExit(f"no checkpoint was begun within {seconds:.0f} s, after {steps} steps")
+
+
+def saving(event):
+    """Whether an event is the time for which training stood still for a save."""
+    return isinstance(event, Span) and event.phase == "checkpoint"
 
 
 def main():
@@ -85,7 +94,7 @@ def main():
             process.kill()
             process.close()
         events = [list(read_events(run_dir.events(rank))) for rank in range(asked.ranks)]
-    saves = [next(e for e in rank if isinstance(e, Span) and e.phase == "checkpoint") for rank in events]
+    saves = [next(event for event in rank if saving(event)) for rank in events]
     steps = [e for e in events[0] if isinstance(e, StepEnd)]
     before, after = split(steps, saves[0], whole)
     found = {
@@ -94,7 +103,8 @@ def main():
         "step_seconds_before": before,
         "step_seconds_while_writing": after,
     }
-    print(f"{size / 1e9:.1f} GB; training stood still for {found['stall_seconds']:.2f} s")
+    written = f"{size / 1e9:.1f} GB" if size else f"files not whole after {asked.timeout:.0f} s"
+    print(f"{written}; training stood still for {found['stall_seconds']:.2f} s")
     print(f"step {before:.3f} s before, {after:.3f} s while the files were written" if after else f"step {before:.3f} s before")
     if asked.record:
         records.write("save-stall", cluster, vars(asked), plan=plan, **found)

@@ -455,9 +455,64 @@ class Loose(PlainModel):
         return super().forward(tokens) + self.places.sum()
 
 
+class Again(PlainModel):
+    def forward(self, tokens):
+        x = self.last_norm(self.table(tokens))
+        for block in self.stack:
+            x = block(x)
+        return self.to_vocab(self.last_norm(x))
+
+
+class Reads(PlainModel):
+    def forward(self, tokens):
+        return super().forward(tokens) * int(tokens.sum())
+
+
+class Widens(PlainModel):
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.stack:
+            x = torch.cat((block(x), x), -1)[..., : x.shape[-1]]
+        return self.to_vocab(self.last_norm(x))
+
+
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Grows(PlainModel):
+    def __init__(self):
+        super().__init__(width=8)
+        self.stack = nn.ModuleList(Doubles() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.stack:
+            x = block(x)[..., :8]
+        return self.to_vocab(self.last_norm(x))
+
+
+class ByName(PlainModel):
+    def forward(self, tokens):
+        x = self.stack[0](self.table(tokens))
+        for block in self.stack[1:]:
+            x = block(x=x)
+        return self.to_vocab(self.last_norm(x))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        (Again, "last_norm of Again runs between blocks, or before and after them"),
+        (Reads, "Reads cannot be cut into stages: called on meta it ends with RuntimeError"),
+        (Widens, "does not take what the block"),
+        (Grows, "does not map its first argument to a tensor of the same shape"),
+        (ByName, "the blocks stack are not called alike"),
         (Between, "does not take what the block before it returned"),
         (Twice, "does not call its 3 blocks once each"),
         (Skips, "takes more than the hidden state"),

@@ -1,6 +1,7 @@
 """Refusals of the engine that no other test meets: each is read for its value, its rule and what to do."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fullstride.engine.anatomy import find, logits_of
+from fullstride.engine.anatomy import find, logits_of, units
 from fullstride.engine.anatomy_block import regions
 from fullstride.engine.build import build_model
 from fullstride.engine.loss import chunked_head
 from fullstride.engine.mesh import Mesh, join
 from fullstride.engine.parallel.collectives import Ranks
+from fullstride.engine.parallel.flat import carry_flat
 from fullstride.engine.parallel.tensor import _cut_vocabulary
 from fullstride.engine.parity_cases import make_case, model_of
 from fullstride.engine.parity_models import PlainModel
+from fullstride.engine.pieces import Piece
+from fullstride.engine.pipeline.build import Stages
 from fullstride.engine.run import prepare
 from fullstride.errors import BadInput, EnvironmentFault, RuleBroken
 from fullstride.plan.plan import Layout, ModelRef, Precision
@@ -156,3 +160,28 @@ def test_a_directory_that_does_not_hold_its_model_is_refused(what, folder):
     with pytest.raises(BadInput, match=words) as caught:
         prepare(build_model(str(folder)), plan, device="cpu")
     assert caught.value.fix and "\n" not in str(caught.value)
+
+
+def test_blocks_that_share_weights_are_no_units_of_zero_3():
+    model = PlainModel(modular=True)
+    model.stack[2].feed = model.stack[0].feed
+    plan = make_case("plain", ranks=2, stage=3, carrier="flat").plan
+    mesh = SimpleNamespace(coordinate=lambda axis: 0)
+    with pytest.raises(RuleBroken, match=r"stage 3, but stack.2 and stack.0 share weights") as caught:
+        carry_flat(model, units(model, find(model)), plan, mesh, lambda unit: None)
+    assert "stage 2" in caught.value.fix
+
+
+def test_a_tied_weight_that_two_stages_shard_differently(monkeypatch):
+    def gathered(found, mine, group):
+        found[:] = [mine, (None, 0, 7)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    piece = Piece(name="table.weight", shape=(61, 32))
+    weights = SimpleNamespace(names=("table.weight",), pieces=(piece,))
+    ends = SimpleNamespace(tied=object(), cut=SimpleNamespace(tied="table.weight"))
+    with pytest.raises(
+        RuleBroken, match=r"table.weight is tied over two pipeline stages, and they shard it differently"
+    ) as caught:
+        Stages.require_same_part(ends, weights)
+    assert "zb-v" in caught.value.fix
