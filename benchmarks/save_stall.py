@@ -49,7 +49,7 @@ def plan_of(asked, cluster):
 
 
 def first_save(run_dir, process, seconds):
-    """Wait for the first whole checkpoint: the bytes in it, and when it was seen; 0 bytes if it was begun and is not whole yet."""
+    """Wait for the first whole checkpoint: its bytes, and when it was seen; 0 bytes if it was begun and is not whole yet."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for manifest in run_dir.checkpoints.glob("step-*/manifest.json"):
