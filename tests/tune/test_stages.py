@@ -96,6 +96,11 @@ def test_blocks_that_do_not_come_out_even_are_laid_by_cost():
     assert len(by_cost.layers_per_stage) == 4, "who laid blocks unevenly does not want them even"
 
 
+def test_long_runs_of_equal_stages_are_counted():
+    plan = piped(pp=6, layers_per_stage=(7, 1, 1, 1, 1, 1))
+    assert moves("balance", plan, EVEN)[0].words == "blocks by stage 7 1(x5) -> 2(x6)"
+
+
 def test_schedules_that_fsdp2_cannot_serve_come_with_flat_buffers():
     plan = piped(dp=2, pp=2, shard=Shard(carrier="fsdp2", stage=1))
     found = {move.plan.pipeline.schedule: move for move in moves("schedule", plan)}

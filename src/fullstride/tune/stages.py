@@ -6,6 +6,7 @@ before every trial.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -30,6 +31,10 @@ SCHEDULES: tuple[tuple[Schedule, int], ...] = (
 )
 """Schedules with their chunks. Where two are priced alike the earlier one is taken: GPipe has the bubble of 1F1B and more
 activations, and breadth-first has that of interleaving, also where micro-batches do not come in turns of pp."""
+
+
+_LONG_RUN = 4
+"""Equal entries that are still written out."""
 
 
 def refused(plan: Plan, spec: ModelSpec, cluster: Cluster) -> str:
@@ -140,4 +145,9 @@ def _passes(plan: Plan) -> int:
 
 
 def _listed(counts: tuple[int, ...]) -> str:
-    return " ".join(map(str, counts))
+    """`3 4(x30) 3`: long runs are counted."""
+    found = []
+    for value, run in itertools.groupby(counts):
+        many = len(list(run))
+        found += [f"{value}(x{many})"] if many > _LONG_RUN else [str(value)] * many
+    return " ".join(found)
