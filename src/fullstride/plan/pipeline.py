@@ -57,6 +57,11 @@ def samples_of(plan: Plan) -> int:
     return plan.batch.micro_batch * plan.batch.accumulation
 
 
+def num_passes(plan: Plan) -> int:
+    """Forward passes of stages in one step: what a simulation takes grows with them."""
+    return num_stages(plan) * -(-samples_of(plan) // min(sizes_of(plan)))
+
+
 def plan_schedule(plan: Plan) -> Schedule:
     """What each pipeline rank does in one step.
 
@@ -193,7 +198,7 @@ def balanced_layers(plan: Plan, spec: ModelSpec, cluster: Cluster, *, most_actio
     layers = _balanced(plan, spec, cluster)
     best = _simulated(_layered(plan, layers), spec, cluster)
     before: tuple[int, ...] = ()
-    actions = 4 * num_stages(plan) * -(-samples_of(plan) // min(sizes_of(plan)))
+    actions = 4 * num_passes(plan)
     left = most_actions - actions
     while layers != before and left > 0:
         before = layers

@@ -18,7 +18,7 @@ from fullstride.plan.plan import Plan
 from fullstride.tune.trial import Ladder
 
 Pricer: TypeAlias = Callable[[Plan, ModelSpec, Cluster], Estimate]
-"""Predicts one plan; `plan.price.price`."""
+"""Predicts one plan: `plan.simulated.simulated_price`, for tests also others."""
 
 _SIDES: dict[str, tuple[tuple[TermKind, ...], tuple[ShareName, ...]]] = {
     "compute": (("compute", "attention", "memory_bound", "recompute", "loss"), ("forward", "backward")),

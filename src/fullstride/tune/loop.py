@@ -27,7 +27,7 @@ from fullstride.measure.protocol import NARROW
 from fullstride.measure.stats import Clock
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.plan import Plan
-from fullstride.plan.price import price
+from fullstride.plan.simulated import simulated_price
 from fullstride.plan.toml import write_plan
 from fullstride.rundir import Failure, RunDir
 from fullstride.tune.again import barred_by_noise, on_top_of, record_of, rounds_of, unfinished
@@ -60,7 +60,7 @@ def tune(
     resume: Ladder | None = None,
     on_progress: OnProgress | None = None,
     levers: Sequence[Lever] = LEVERS,
-    pricer: Pricer = price,
+    pricer: Pricer = simulated_price,
     clock: Clock = time.monotonic,
     max_rungs: int = MAX_RUNGS,
 ) -> Ladder:

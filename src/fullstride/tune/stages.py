@@ -15,7 +15,7 @@ from fullstride.cluster.cluster import Cluster
 from fullstride.errors import DoesNotFit, FullstrideError, RuleBroken
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.axes import pipeline_of
-from fullstride.plan.pipeline import balanced_layers, choose_sizes, plan_schedule, samples_of, sizes_of
+from fullstride.plan.pipeline import balanced_layers, choose_sizes, num_passes, plan_schedule, samples_of, sizes_of
 from fullstride.plan.plan import Pipeline, Plan, Schedule
 from fullstride.plan.refine import ACTIONS, MOST_PASSES, MOST_SIZED
 from fullstride.plan.rules import check
@@ -41,7 +41,7 @@ def refused(plan: Plan, spec: ModelSpec, cluster: Cluster) -> str:
     """The first rule that a plan breaks, or why its schedule cannot be made, in words; empty where it may run."""
     if broken := check(plan, spec, cluster):
         return broken[0].message
-    if plan.layout.pp > 1 and _passes(plan) <= MOST_PASSES:
+    if plan.layout.pp > 1 and num_passes(plan) <= MOST_PASSES:
         try:
             plan_schedule(plan)
         except FullstrideError as error:
@@ -103,7 +103,7 @@ def balanced(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[Pipeline, s
 
 
 def _by_cost(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...] | None:
-    if _passes(plan) > MOST_PASSES or num_stages(plan) > spec.num_blocks:
+    if num_passes(plan) > MOST_PASSES or num_stages(plan) > spec.num_blocks:
         return None
     try:
         return balanced_layers(plan, spec, cluster, most_actions=ACTIONS)
@@ -130,18 +130,13 @@ def other_sizes(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Iterator[tuple
 
 
 def _best_sizes(plan: Plan, spec: ModelSpec, cluster: Cluster) -> tuple[int, ...] | None:
-    if _passes(plan) > MOST_SIZED:
+    if num_passes(plan) > MOST_SIZED:
         return None
     tries = max(8, ACTIONS // (4 * num_stages(plan) * samples_of(plan)))
     try:
         return choose_sizes(plan, spec, cluster, most_tries=tries).best.sizes
     except (DoesNotFit, RuleBroken):
         return None
-
-
-def _passes(plan: Plan) -> int:
-    """Forward passes of stages in one step."""
-    return num_stages(plan) * -(-samples_of(plan) // min(sizes_of(plan)))
 
 
 def _listed(counts: tuple[int, ...]) -> str:
