@@ -235,6 +235,11 @@ CASES = {
         "256 positions",
     ),
     "workload.separate": ({"workload": replace(WORK, documents="separate")}, {}, "separate"),
+    "model.names": (
+        {"model": ModelRef(source="tiny", blocks=("b0", "b1"))},
+        {"model": ModelRef(source="tiny")},
+        "model.blocks = ['b0', 'b1'] in",
+    ),
     "model.digest": (
         {"model": ModelRef(source="tiny", digest="0")},
         {"model": ModelRef(source="tiny", digest=SPEC.digest)},

@@ -8,11 +8,11 @@ from fullstride.cli.choose import rank_plans
 from fullstride.cli.machine import choose_cluster
 from fullstride.cluster.cluster import Cluster
 from fullstride.files import read_json
-from fullstride.plan.plan import Adapter, Plan, Recipe
+from fullstride.plan.plan import Adapter, ModelRef, Plan, Recipe
 
 
 def make_plan(
-    model: str,
+    model: str | ModelRef,
     cluster: Cluster | Path | str | None = None,
     *,
     sequence_length: int | None = None,
@@ -25,7 +25,8 @@ def make_plan(
     """The plan with the shortest predicted step; imports no torch, except in a process of its own for `file.py:function`.
 
     Args:
-        model: A preset, a `config.json`, a model directory, or `file.py:function` / `package.module:function`.
+        model: A preset, a `config.json`, a model directory, or `file.py:function` / `package.module:function`; as a
+            `ModelRef`, with the names of its parts.
         cluster: A Cluster, or the path of a cluster file; this machine's GPUs when None, else an assumed cluster.
         sequence_length: Tokens of a sample; the smaller of the model's positions and 8192 when None.
         samples_per_step: Samples of one optimizer step over all ranks; about 8,192 tokens a rank when None.

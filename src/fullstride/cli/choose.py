@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from fullstride.cli.machine import cluster_words
 from fullstride.cli.output import Output
@@ -23,14 +24,15 @@ from fullstride.plan.rules import inert, require
 from fullstride.plan.search import Ranking, search
 
 
-def choose_model(source: str) -> tuple[ModelRef, ModelSpec]:
+def choose_model(model: str | ModelRef) -> tuple[ModelRef, ModelSpec]:
     """A model's reference with its digest, and its spec.
 
     Raises:
         BadInput: no such preset, path or function, or a config that cannot be used.
     """
-    spec = spec_of(source)
-    return ModelRef(source=source, digest=spec.digest), spec
+    named = ModelRef(source=model) if isinstance(model, str) else model
+    spec = spec_of(named)
+    return replace(named, digest=spec.digest), spec
 
 
 def own_tokenizer(source: str) -> str | None:
@@ -39,7 +41,7 @@ def own_tokenizer(source: str) -> str | None:
 
 
 def rank_plans(
-    source: str,
+    source: str | ModelRef,
     cluster: Cluster,
     *,
     sequence_length: int | None = None,
@@ -62,19 +64,20 @@ def rank_plans(
         sequence_length=sequence_length,
         samples_per_step=samples_per_step,
         data=data,
-        tokenizer=own_tokenizer(source),
+        tokenizer=own_tokenizer(model.source),
         num_ranks=num_ranks,
     )
     reached = calibrated(cluster, "fsdp2")
     return search(spec, reached, model, workload, recipe or Recipe(), num_ranks=num_ranks, adapter=adapter), spec
 
 
-def plan_here(source: str, num_ranks: int | None, out: Output, adapter: Adapter | None = None) -> Plan:
+def plan_here(source: str | ModelRef, num_ranks: int | None, out: Output, adapter: Adapter | None = None) -> Plan:
     """The best predicted plan for a model on this machine, for a verb that needs a plan and was given a model."""
     cluster = probe_cluster(num_ranks=num_ranks)
     ranking, _ = rank_plans(source, cluster, num_ranks=num_ranks, adapter=adapter)
-    out.note(f"planned {source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
-    return ranking.best[0]
+    plan = ranking.best[0]
+    out.note(f"planned {plan.model.source} for {cluster_words(cluster)}: the best of {ranking.considered} plans")
+    return plan
 
 
 def checked(plan: Plan, spec: ModelSpec, cluster: Cluster | None, out: Output) -> None:

@@ -8,7 +8,10 @@ from typing import NoReturn, Protocol
 
 from fullstride.cli.output import Output
 from fullstride.errors import BadInput, UsageError
-from fullstride.plan.plan import Adapter
+from fullstride.files import convert
+from fullstride.plan.plan import Adapter, ModelRef
+
+PARTS = ("embedding", "blocks", "final_norm", "head")
 
 
 class Command(Protocol):
@@ -52,6 +55,35 @@ def add_lora(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", type=adapter, metavar="RANK", help="train low-rank adapters of this rank alone, beside frozen weights"
     )
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """The option of every verb that makes a plan from a model of the user's own."""
+    parser.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        metavar="PART=PATH",
+        help="where a part of your own model is: embedding=, blocks= (a list, or b0,b1,... one by one), final_norm=, head=",
+    )
+
+
+def model_of(source: str, parts: list[str]) -> ModelRef:
+    """A model with the parts that `--part` names.
+
+    Raises:
+        UsageError: not of the form PART=PATH, no such part, or one of them twice.
+    """
+    named: dict[str, str | tuple[str, ...]] = {}
+    for given in parts:
+        part, equals, path = given.partition("=")
+        if not equals or not path or part not in PARTS or part in named:
+            raise UsageError(
+                f"--part {given!r}: not one of {', '.join(PARTS)}, once each, with a path", fix="write --part head=net.out"
+            )
+        one_by_one = part == "blocks" and "," in path
+        named[part] = tuple(name for name in path.split(",") if name) if one_by_one else path
+    return convert({"source": source, **named}, ModelRef, "--part") if named else ModelRef(source=source)
 
 
 def adapter(text: str) -> Adapter:

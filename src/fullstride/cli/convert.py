@@ -52,7 +52,7 @@ class Convert:
         plan = imported.require_plan()
         spec = imported.spec()
         if spec is None and is_module_source(plan.model.source):
-            spec = spec_of(plan.model.source)
+            spec = spec_of(plan.model)
         if args.to == "fullstride":
             plan = _with_config(plan, imported, target, out)
         written = write_as(plan, args.to, spec)

@@ -76,7 +76,7 @@ def _read(path: str, args: argparse.Namespace, out: Output) -> tuple[Plan, Model
     imported = read_any(path, args.model, num_ranks=args.gpus, sequence_length=args.seq)
     plan = imported.require_plan()
     tell(imported, out)
-    spec = imported.spec() or choose_model(plan.model.source)[1]
+    spec = imported.spec() or choose_model(plan.model)[1]
     if imported.kind == "fullstride" and plan.model.digest and spec.digest != plan.model.digest:
         raise BadInput(
             f"{plan.model.source}: is another network than the plan was made for",

@@ -40,7 +40,7 @@ def read_runnable(path: str, out: Output, model: str | None = None) -> tuple[Pla
         BadInput: damaged, or forbidden by a rule here.
     """
     plan = plan_to_run(path, out, model=model)
-    _, spec = choose_model(plan.model.source)
+    _, spec = choose_model(plan.model)
     cluster = probe_cluster(num_ranks=plan.layout.world_size)
     checked(plan, spec, cluster, out)
     return plan, spec, cluster

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fullstride.cli.choose import choose_model, own_tokenizer
-from fullstride.cli.command import add_dry_run, add_lora, positive, refuse_existing
+from fullstride.cli.command import add_dry_run, add_lora, add_parts, model_of, positive, refuse_existing
 from fullstride.cli.machine import choose_cluster, cluster_words
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
@@ -46,6 +46,7 @@ class PlanVerb:
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all GPUs")
         add_lora(parser)
+        add_parts(parser)
         parser.add_argument("--tokens", type=amount, metavar="T", help="budget of tokens, such as 15T: shows its GPU-days")
         parser.add_argument("--why", metavar="CHOICE", help="answer about a choice, such as tp=8,pp=4,zero=1,micro_batch=2")
         parser.add_argument("-o", dest="output", metavar="FILE", help="write the best plan that this version runs (TOML)")
@@ -79,7 +80,7 @@ def amount(text: str) -> float:
 
 
 def _search(args: argparse.Namespace, cluster: Cluster) -> tuple[Ranking, ModelSpec]:
-    model, spec = choose_model(args.model)
+    model, spec = choose_model(model_of(args.model, args.part))
     workload = default_workload(
         spec,
         cluster,

@@ -12,7 +12,7 @@ from typing import Any
 
 from fullstride.cli.choose import checked, choose_model, is_plan_file, override, own_tokenizer, plan_here
 from fullstride.cli.claim import default_run_dir, error_of, fill, look, wait_until_filled
-from fullstride.cli.command import add_dry_run, add_lora, positive
+from fullstride.cli.command import add_dry_run, add_lora, add_parts, model_of, positive
 from fullstride.cli.follow import Tail, show
 from fullstride.cli.output import Output
 from fullstride.cluster.cluster import Cluster
@@ -61,6 +61,7 @@ class Train:
             "--set", action="append", default=[], metavar="TABLE.ENTRY=VALUE", help="replace an entry of the plan"
         )
         add_lora(parser)
+        add_parts(parser)
         parser.add_argument("--save-every", type=positive, metavar="N", help="steps between checkpoints")
         parser.add_argument(
             "--export", metavar="DIR", help="write a Hugging Face model directory at the end; adapters alone, in PEFT's form"
@@ -97,7 +98,11 @@ class Train:
 def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cluster]:
     """The plan with all that the command line changes in it, checked against the model and this machine."""
     joined = int(os.environ["WORLD_SIZE"]) if _joins() else None
-    plan = read_plan(args.plan) if is_plan_file(args.plan) else plan_here(args.plan, joined, out, args.lora)
+    plan = (
+        read_plan(args.plan) if is_plan_file(args.plan) else plan_here(model_of(args.plan, args.part), joined, out, args.lora)
+    )
+    if args.part and is_plan_file(args.plan):
+        raise UsageError("--part with a plan: it names the parts itself", fix="use --set model.head=PATH, or edit the plan")
     quoted = [
         ("workload.data", args.data),
         ("workload.eval_data", args.eval),
@@ -107,7 +112,7 @@ def _resolve(args: argparse.Namespace, out: Output) -> tuple[Plan, ModelSpec, Cl
     settings += [f"recipe.steps={args.steps}"] if args.steps else []
     settings += [f"adapter.rank={args.lora.rank}"] if args.lora else []
     plan = _with_tokenizer(override(plan, [*settings, *args.set]), args, out)
-    _, spec = choose_model(plan.model.source)
+    _, spec = choose_model(plan.model)
     if args.merge and not (args.export and plan.adapter.rank):
         raise UsageError("--merge: there is nothing to merge", fix="give --export DIR and --lora RANK with it")
     if plan.adapter.rank and not is_module_source(plan.model.source) and not Path(plan.model.source).is_dir():

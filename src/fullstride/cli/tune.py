@@ -6,7 +6,7 @@ import argparse
 
 from msgspec.structs import replace
 
-from fullstride.cli.command import add_dry_run, add_lora, minutes, positive
+from fullstride.cli.command import add_dry_run, add_lora, add_parts, minutes, model_of, positive
 from fullstride.cli.foreign import is_own_plan, plan_to_run
 from fullstride.cli.output import Output
 from fullstride.cli.record import PAGE, read_run
@@ -38,6 +38,7 @@ class Tune:
         parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sample")
         parser.add_argument("--global-batch", type=positive, metavar="B", help="samples of one optimizer step, over all ranks")
         add_lora(parser)
+        add_parts(parser)
         parser.add_argument("--minutes", type=minutes, metavar="M", help="time allowed (4.5 on CPUs, 10 on GPUs)")
         parser.add_argument("--baseline", metavar="FILE", help="your own plan, DeepSpeed JSON or torchtitan TOML to start from")
         parser.add_argument("-o", dest="output", metavar="DIR", help="run directory (runs/tune-DATE-MODEL)")
@@ -64,7 +65,7 @@ class Tune:
 
 def _task(args: argparse.Namespace, out: Output) -> Task:
     work = {"MODEL": args.model, "--data": args.data, "--seq": args.seq, "--global-batch": args.global_batch}
-    work["--lora"] = args.lora
+    work |= {"--lora": args.lora, "--part": args.part or None}
     given = [name for name, value in work.items() if value is not None]
     if args.resume:
         if not args.output:
@@ -77,7 +78,7 @@ def _task(args: argparse.Namespace, out: Output) -> Task:
     if args.baseline:
         return task_of_plan(_baseline(args, given, out), out, minutes=args.minutes, directory=args.output)
     return new_task(
-        args.model or DEFAULT_MODEL,
+        model_of(args.model or DEFAULT_MODEL, args.part),
         data=args.data,
         sequence_length=args.seq,
         samples_per_step=args.global_batch,
@@ -99,6 +100,7 @@ def _baseline(args: argparse.Namespace, given: list[str], out: Output) -> Plan:
         samples_per_step=args.global_batch,
         data=args.data,
     )
+    plan = replace(plan, model=model_of(plan.model.source, args.part)) if args.part else plan
     return replace(plan, adapter=args.lora) if args.lora else plan
 
 

@@ -22,7 +22,7 @@ from fullstride.launch.session import WorkerSession
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.baseline import baseline_plan
 from fullstride.plan.defaults import default_workload
-from fullstride.plan.plan import Adapter, Plan, Recipe
+from fullstride.plan.plan import Adapter, ModelRef, Plan, Recipe
 from fullstride.report.html import html_of
 from fullstride.rundir import RunDir
 from fullstride.tune.loop import tune
@@ -64,7 +64,7 @@ def budget_seconds(minutes: float | None, cluster: Cluster) -> float:
 
 
 def new_task(
-    model: str = DEFAULT_MODEL,
+    model: str | ModelRef = DEFAULT_MODEL,
     *,
     data: str | None = None,
     sequence_length: int | None = None,
@@ -90,7 +90,7 @@ def new_task(
         sequence_length=sequence_length,
         samples_per_step=samples_per_step,
         data=data,
-        tokenizer=own_tokenizer(model),
+        tokenizer=own_tokenizer(reference.source),
     )
     baseline = baseline_plan(spec, cluster, reference, workload, Recipe(), adapter=adapter)
     return _task(directory, spec, cluster, baseline, minutes)
@@ -102,7 +102,7 @@ def task_of_plan(baseline: Plan, out: Output, *, minutes: float | None = None, d
     Raises:
         BadInput: it cannot run here.
     """
-    _, spec = choose_model(baseline.model.source)
+    _, spec = choose_model(baseline.model)
     cluster = probe_cluster(num_ranks=baseline.layout.world_size)
     checked(baseline, spec, cluster, out)
     return _task(directory, spec, cluster, baseline, minutes)
@@ -190,7 +190,7 @@ def write_page(directory: Path) -> None:
 
 
 def autotune(
-    model: str = DEFAULT_MODEL,
+    model: str | ModelRef = DEFAULT_MODEL,
     *,
     data: str | None = None,
     sequence_length: int | None = None,

@@ -1,4 +1,7 @@
-"""Where a model's parts are: embedding, list of blocks, final norm, head. The model itself is only looked at."""
+"""Where a model's parts are: embedding, blocks, final norm, head. The model itself is only looked at.
+
+Parts that the user names (`[model]` in a plan) are taken from there (`anatomy_named.py`); the others are looked for.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fullstride.engine.anatomy_named import LISTS, blocks_named, part_named
 from fullstride.errors import BadInput
+from fullstride.plan.plan import ModelRef
 
 Role = Literal["embedding", "block", "head"]
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_UNNAMED = ModelRef(source="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,7 @@ class Anatomy:
     embedding: str
     """The token embedding."""
     block_list: str
+    """The list that holds the blocks alone; empty where they are named one by one."""
     blocks: tuple[str, ...]
     final_norm: str
     """The last norm between the last block and the head. Empty if there is none."""
@@ -32,6 +38,20 @@ class Anatomy:
     """Head and embedding are one parameter."""
     late_norms: tuple[str, ...] = ()
     """Norms between the last block and the final norm, seldom any."""
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Below these paths is what blocks hold."""
+        return (self.block_list,) if self.block_list else self.blocks
+
+    @property
+    def stack(self) -> str:
+        """The blocks, in words."""
+        return self.block_list or (f"{self.blocks[0]} to {self.blocks[-1]}" if len(self.blocks) > 1 else self.blocks[0])
+
+    def holds(self, path: str) -> bool:
+        """Whether a module lies in the blocks."""
+        return any(f"{path}.".startswith(f"{each}.") for each in self.inside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,20 +65,30 @@ class Unit:
     paths: tuple[str, ...]
 
 
-def find(model: nn.Module) -> Anatomy:
+def find(model: nn.Module, named: ModelRef | None = None) -> Anatomy:
     """Find the parts of a causal language model.
 
+    Args:
+        model: on meta or real.
+        named: which parts the user has named; none by default.
+
     Raises:
-        BadInput: no list of blocks or no embedding; says which names were looked at.
+        BadInput: no list of blocks, no embedding, or no part of a given name; says which names were looked at.
     """
-    block_list = _find_blocks(model)
-    blocks = tuple(f"{block_list}.{name}" for name, _ in model.get_submodule(block_list).named_children())
-    outside = [(p, m) for p, m in model.named_modules() if p and not f"{p}.".startswith(f"{block_list}.")]
-    embedding = _find_embedding(model, outside)
-    head = _find_head(model, outside, embedding)
+    named = named or _UNNAMED
+    block_list, blocks = blocks_named(model, named.blocks) if named.blocks else ("", ())
+    block_list = block_list if blocks else _find_blocks(model)
+    blocks = blocks or tuple(f"{block_list}.{name}" for name, _ in model.get_submodule(block_list).named_children())
+    inside = (block_list,) if block_list else blocks
+    outside = [(p, m) for p, m in model.named_modules() if p and not any(f"{p}.".startswith(f"{each}.") for each in inside)]
+    embedding = part_named(model, "embedding", named.embedding, inside) or _find_embedding(model, outside)
+    head = part_named(model, "head", named.head, inside) or _find_head(model, outside, embedding)
     norms = [p for p, m in outside if "norm" in type(m).__name__.lower() and any(True for _ in m.parameters())]
-    if norms and not (len(norms) == 1 and hasattr(model, "get_input_embeddings")):
-        norms = _behind_blocks(model, norms, blocks[-1], head)
+    last = part_named(model, "final_norm", named.final_norm, inside)
+    if last or (norms and not (len(norms) == 1 and hasattr(model, "get_input_embeddings"))):
+        norms = _behind_blocks(model, list(dict.fromkeys((*norms, *([last] if last else ())))), blocks[-1], head)
+    if last:  # what runs behind it belongs to the head's part
+        norms = [*norms[: norms.index(last)], last] if last in norms else [last]
     tied = bool(head) and _weight(model, head) is _weight(model, embedding)
     return Anatomy(
         embedding=embedding,
@@ -93,20 +123,41 @@ def _weight(model: nn.Module, path: str) -> object:
 
 
 def _find_blocks(model: nn.Module) -> str:
-    """The outermost list that holds the most parameters."""
-    sizes: dict[str, int] = {}
+    """The outermost list of the most parameters; lists of single layers (a head of two, say) only where there is no other."""
+    sizes: dict[str, tuple[bool, bool, int]] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in sizes)
-        if path and not inside and isinstance(module, _LISTS) and all(_has_parameters(m) for m in module.children()):
-            sizes[path] = sum(p.numel() for p in module.parameters())
-    sizes = {path: size for path, size in sizes.items() if size}
-    if not sizes:
-        seen = ", ".join(f"{n} ({type(m).__name__})" for n, m in list(model.named_modules())[1:9])
+        children = list(module.children())
+        if path and not inside and isinstance(module, LISTS) and all(_has_parameters(m) for m in children):
+            sizes[path] = (all(map(_is_compound, children)), len(children) > 1, sum(p.numel() for p in module.parameters()))
+    sizes = {path: size for path, size in sizes.items() if size[2]}
+    inner = _repeated(model, list(sizes))
+    if not sizes or inner:
+        seen = ", ".join(inner or [f"{n} ({type(m).__name__})" for n, m in list(model.named_modules())[1:9]])
+        what = "these modules are alike, and in no list" if inner else "no ModuleList, Sequential or ModuleDict of blocks among"
         raise BadInput(
-            f"{type(model).__name__}: no ModuleList, Sequential or ModuleDict of blocks among {seen or 'no modules'}",
-            fix="keep the repeated blocks in an nn.ModuleList",
+            f"{type(model).__name__}: {what}{':' if inner else ''} {seen or 'no modules'}",
+            fix='keep the repeated blocks in an nn.ModuleList, or name them in order, such as model.blocks = ["b0", "b1"]',
         )
     return max(sizes, key=lambda path: sizes[path])
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether it is more than one of torch's own layers."""
+    return not type(module).__module__.startswith("torch.nn.") or any(True for _ in module.children())
+
+
+def _repeated(model: nn.Module, lists: list[str]) -> list[str]:
+    """Modules of one class and one parent that each hold the largest list's like: blocks that are attributes, it seems."""
+    for path in lists:
+        words = path.split(".")
+        for place in range(len(words) - 1):
+            parent, own = ".".join(words[:place]), model.get_submodule(".".join(words[: place + 1]))
+            like = [name for name, m in model.get_submodule(parent).named_children() if type(m) is type(own)]
+            ends = (".".join((*words[:place], name, *words[place + 1 :])) for name in like)
+            if len(like) > 1 and all(end in lists for end in ends):
+                return [f"{parent}.{name}".lstrip(".") for name in like]
+    return []
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -124,12 +175,13 @@ def _find_embedding(model: nn.Module, outside: list[tuple[str, nn.Module]]) -> s
     found = _asked(model, "get_input_embeddings")
     if found:
         return found
-    tables = [(m.num_embeddings, path) for path, m in outside if isinstance(m, nn.Embedding)]
+    wide = {m.out_features for _, m in outside if isinstance(m, nn.Linear)}  # positions may be more than words
+    tables = [((m.num_embeddings in wide, m.num_embeddings), path) for path, m in outside if isinstance(m, nn.Embedding)]
     if not tables:
         seen = ", ".join(path for path, _ in outside[:8])
         raise BadInput(
             f"{type(model).__name__}: no nn.Embedding outside the blocks among {seen or 'no modules'}",
-            fix="use an nn.Embedding for the tokens",
+            fix="use an nn.Embedding for the tokens, or name their table in model.embedding",
         )
     return max(tables, key=lambda pair: pair[0])[1]
 
@@ -138,7 +190,7 @@ def _find_head(model: nn.Module, outside: list[tuple[str, nn.Module]], embedding
     found = _asked(model, "get_output_embeddings")
     if found:
         return found
-    vocab = getattr(model.get_submodule(embedding), "num_embeddings", None)
+    vocab = model.get_parameter(f"{embedding}.weight").shape[0]
     heads = [path for path, m in outside if isinstance(m, nn.Linear) and m.out_features == vocab]
     return heads[-1] if heads else ""
 

@@ -69,7 +69,7 @@ def assemble(plan: Plan, place: Place, out: Writer) -> Built:
     progress(out, "model")
     model = build_model(plan.model.source)
     meter = MemoryMeter(place.device)  # from here on: the model holds no memory yet, libraries are loaded
-    embedding = model.get_submodule(find(model).embedding)
+    embedding = model.get_submodule(find(model, plan.model).embedding)
     vocabulary = int(getattr(embedding, "num_embeddings", 0) or next(embedding.parameters()).shape[0])
     loader = open_loader(folder, plan, place, vocabulary)
     run = prepare(model, plan, device=place.device)

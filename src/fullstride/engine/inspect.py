@@ -1,6 +1,8 @@
 """A ModelSpec from any `nn.Module` with a list of blocks, without memory for it and without running it.
 
-python -m fullstride.engine.inspect SOURCE OUT.json
+python -m fullstride.engine.inspect SOURCE OUT.json [NAMED.json]
+
+NAMED.json holds the parts that the user names, as `[model]` of a plan does.
 """
 
 from __future__ import annotations
@@ -19,17 +21,18 @@ from fullstride.engine.anatomy import Anatomy, find
 from fullstride.engine.build import build_model
 from fullstride.engine.tracing import Part, Tracer
 from fullstride.errors import BadInput, FullstrideError, UsageError
-from fullstride.files import write_json
+from fullstride.files import read_json, write_json
 from fullstride.model.assemble import CASTS, Tapes, assemble, merge
 from fullstride.model.spec import Cast, ModelSpec, Stack, Sublayer
 from fullstride.model.tape import Op, Tape, Tensor
+from fullstride.plan.plan import ModelRef
 
 _TRACED = "fullstride_trace"
 _SAMPLES = (37, 41, 43, 47)
 _LENGTHS = (101, 97, 89, 61, 31, 13, 7)
 
 
-def spec_of_module(module: nn.Module, name: str, sequence_length: int) -> ModelSpec:
+def spec_of_module(module: nn.Module, name: str, sequence_length: int, named: ModelRef | None = None) -> ModelSpec:
     """What a model is made of, found by tracing it on fake tensors; the module is left as it was.
 
     Kept tensors are those of CUDA: attention counts as fused where the model calls torch's scaled dot-product attention.
@@ -38,33 +41,34 @@ def spec_of_module(module: nn.Module, name: str, sequence_length: int) -> ModelS
         module: a causal language model: token ids [samples, tokens] in, logits out; parameters may be on the meta device.
         name: what to call it.
         sequence_length: tokens of a sample it must take; the trace uses fewer.
+        named: which parts the user has named; none by default.
 
     Raises:
-        BadInput: no list of blocks, no embedding, or a forward that looks at values.
+        BadInput: no list of blocks, no embedding, no part of a given name, or a forward that looks at values.
     """
-    anatomy = find(module)
-    samples, length = _sizes(module, sequence_length)
+    anatomy = find(module, named)
+    samples, length = _sizes(module, anatomy, sequence_length)
     traces = {cast: _trace(module, anatomy, cast, samples, length, name) for cast in CASTS}
     blocks = [_block(module, traces, number, path) for number, path in enumerate(anatomy.blocks)]
     embedding, tail = _ends(module, anatomy, traces)
-    table: Any = module.get_submodule(anatomy.embedding)
+    vocab, hidden = module.get_parameter(f"{anatomy.embedding}.weight").shape
     return ModelSpec(
         name=name,
         family="module",
-        hidden_size=int(table.embedding_dim),
-        vocab_size=int(table.num_embeddings),
+        hidden_size=hidden,
+        vocab_size=vocab,
         max_sequence=_max_sequence(module, anatomy),
         tied_embeddings=anatomy.tied,
         embedding=embedding,
         stacks=_stacks(anatomy.block_list, blocks),
-        tail=(*tail, *assemble(lambda tape: _loss(tape, int(table.num_embeddings)), compiles=False)),
+        tail=(*tail, *assemble(lambda tape: _loss(tape, vocab), compiles=False)),
     )
 
 
-def _sizes(module: nn.Module, sequence_length: int) -> tuple[int, int]:
+def _sizes(module: nn.Module, anatomy: Anatomy, sequence_length: int) -> tuple[int, int]:
     """Primes for samples and tokens that divide no size in the model and are not longer than it takes."""
     sizes = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    limit = min([sequence_length, *_position_rows(module)])
+    limit = min([sequence_length, *_position_rows(module, anatomy)])
 
     def pick(primes: tuple[int, ...], most: int) -> int:
         fit = [p for p in primes if p <= most and not any(size and size % p == 0 for size in sizes)]
@@ -75,9 +79,8 @@ def _sizes(module: nn.Module, sequence_length: int) -> tuple[int, int]:
     return pick(_SAMPLES, max(_SAMPLES)), pick(_LENGTHS, limit)
 
 
-def _position_rows(module: nn.Module) -> list[int]:
+def _position_rows(module: nn.Module, anatomy: Anatomy) -> list[int]:
     """Rows of embeddings that are not the token embedding: learned positions."""
-    anatomy = find(module)
     tables = [m for p, m in module.named_modules() if isinstance(m, nn.Embedding) and p != anatomy.embedding]
     return [int(t.num_embeddings) for t in tables]
 
@@ -85,7 +88,7 @@ def _position_rows(module: nn.Module) -> list[int]:
 def _max_sequence(module: nn.Module, anatomy: Anatomy) -> int:
     """The configuration's limit, else that of learned positions outside the blocks, else 0 for none known."""
     stated = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    rows = _position_rows(module)
+    rows = _position_rows(module, anatomy)
     return int(stated) if isinstance(stated, int) else min(rows) if rows else 0
 
 
@@ -203,7 +206,9 @@ def _ends(module: nn.Module, anatomy: Anatomy, traces: dict[Cast, Tracer]) -> tu
     after = {owner for part in last.values() for owner in part.sections}
     for cast in traces:
         head = anatomy.head
-        watching.add_parameters(first[cast], module, "", outside=(anatomy.block_list, *after), head=head)
+        watching.add_parameters(
+            first[cast], module, "", outside=(*anatomy.inside, *after), head=head, embedding=anatomy.embedding
+        )
         tail_only = _outside(module, after, anatomy)
         watching.add_parameters(last[cast], module, "", outside=tail_only, head=head)
     _name_head(last, anatomy)
@@ -213,7 +218,7 @@ def _ends(module: nn.Module, anatomy: Anatomy, traces: dict[Cast, Tracer]) -> tu
 def _outside(module: nn.Module, after: set[str], anatomy: Anatomy) -> tuple[str, ...]:
     """Owners of parameters that do not belong to the tail."""
     owners = {full.rpartition(".")[0] for full, _ in module.named_parameters()}
-    return tuple(owner for owner in owners if owner not in after or owner.startswith(f"{anatomy.block_list}."))
+    return tuple(owner for owner in owners if owner not in after or anatomy.holds(owner))
 
 
 def _name_head(parts: dict[Cast, Part], anatomy: Anatomy) -> None:
@@ -252,11 +257,12 @@ def main(argv: list[str] | None = None) -> int:
     """Write the ModelSpec of SOURCE to OUT.json; returns the exit code, errors go to stderr in one line."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        if len(arguments) != 2:
+        if len(arguments) not in (2, 3):
             raise UsageError(f"got {len(arguments)} arguments, need SOURCE and OUT.json", fix="inspect net.py:make model.json")
-        source, out = arguments
+        source, out, *more = arguments
+        named = read_json(more[0], ModelRef) if more else None
         module = build_model(source)
-        write_json(out, spec_of_module(module, source, _LENGTHS[0]))
+        write_json(out, spec_of_module(module, source, _LENGTHS[0], named))
     except FullstrideError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -310,6 +310,6 @@ def chunked_head(
     if not isinstance(head, nn.Linear):
         raise BadInput(
             f"loss.kind is chunked, but the head is {'missing' if head is None else type(head).__name__}, not nn.Linear",
-            fix="set loss.kind = 'model'",
+            fix="set loss.kind = 'model', or name the layer that makes logits in model.head",
         )
     return ChunkedHead(head, chunk_tokens, dtype, compiled=compiled, vocabulary=vocabulary)

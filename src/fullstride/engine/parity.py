@@ -117,7 +117,7 @@ def fresh_model(case: Case) -> nn.Module:
     """The unmodified model with its initial weights, whole, on the CPU."""
     model = model_of(case)
     dtype = TORCH_DTYPE[case.plan.precision.master]
-    places, parts = places_of(model), units(model, find(model))
+    places, parts = places_of(model), units(model, find(model, case.plan.model))
     for unit, old in zip(parts, parameters_by_unit(parts), strict=True):
         made = materialise(old, places, torch.device("cpu"), dtype)
         initialise(model, unit, {id(p) for p in made.values()}, places, case.plan.recipe.seed)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fullstride.engine.build import from_config, parameters_on_meta
-from fullstride.engine.parity_models import FAMILIES, WIDENING, PlainModel
+from fullstride.engine.parity_models import FAMILIES, WIDENING, LooseModel, PlainModel
 from fullstride.files import Value
 from fullstride.plan.plan import (
     Adapter,
@@ -56,6 +56,9 @@ class Case(Value, frozen=True, kw_only=True):
 
 def model_of(case: Case) -> nn.Module:
     """The unmodified model of a case, parameters on meta."""
+    if case.plan.model.named:
+        with parameters_on_meta():
+            return LooseModel(case.vocab, depth=case.layers, tied=case.tied)
     if case.family in ("plain", "modular"):
         with parameters_on_meta():
             return PlainModel(case.vocab, depth=case.layers, tied=case.tied, modular=case.family == "modular")
@@ -91,8 +94,12 @@ def make_case(
     changes: dict[str, Any] | None = None,
     compiled: bool = False,
     adapter: Adapter | None = None,
+    loose: bool = False,
 ) -> Case:
-    """A case from the choices that matter; its name lists them. `ranks` are those of data parallelism."""
+    """A case from the choices that matter; its name lists them.
+
+    `ranks` are those of data parallelism; `loose` takes a model whose parts the plan has to name.
+    """
     carrier = carrier or ("none" if ranks == 1 else "ddp" if stage == 0 else "fsdp2")
     recompute, loss = recompute or Recompute(), loss or Loss()
     layout = Layout(
@@ -109,8 +116,9 @@ def make_case(
         micro_batch_per_stage=micro_batch_per_stage,
     )
     roles = ("embedding", "block", "head", "loss", "gradient", "reduction", "master", "optimizer_state")
+    parts = {**LooseModel.named, "blocks": tuple(f"b{number}" for number in range(layers))}
     plan = Plan(
-        model=ModelRef(source="parity"),
+        model=ModelRef(source="parity", **(parts if loose else {})),
         workload=Workload(sequence_length=LENGTH, samples_per_step=micro_batch * accumulation * ranks),
         recipe=Recipe(steps=10, learning_rate=1e-3, warmup_steps=2, seed=seed, clip_norm=0.5),
         layout=layout,
@@ -133,5 +141,6 @@ def make_case(
     name += " overlap" if overlap else ""
     name += f" {sorted(changes.items())}" if changes else ""
     name += " compiled" if compiled else ""
+    name += " loose" if loose else ""
     name += f" adapter={adapter.rank} alpha={adapter.alpha} {'+'.join(adapter.targets)}" if adapter else ""
     return Case(name=name, family=family, tied=tied, seed=seed, plan=plan, layers=layers, changes=changes or {})

@@ -128,6 +128,48 @@ class _ModularBlock(nn.Module):
         return x + fed
 
 
+class _Scale(nn.Module):
+    """A root-mean-square norm whose class does not say so."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.gain
+        return scaled
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+
+class LooseModel(nn.Module):
+    """A language model whose blocks are attributes, with nothing in its names or order that tells its parts."""
+
+    named: dict[str, Any] = {"embedding": "words", "final_norm": "gauge", "head": "out"}  # read only
+
+    def __init__(self, vocab: int = 61, width: int = 32, depth: int = 3, *, tied: bool = False) -> None:
+        """Make blocks `b0`, `b1`, ..., registered in another order than they run in."""
+        super().__init__()
+        self.out = nn.Linear(width, vocab, bias=not tied)
+        self.gauge = _Scale(width)
+        for number in reversed(range(depth)):
+            self.add_module(f"b{number}", _ModularBlock(width))
+        self.places = nn.Embedding(vocab + 7, width)  # larger than that of the words
+        self.words = nn.Embedding(vocab, width)
+        if tied:
+            self.out.weight = self.words.weight
+        self.depth = depth
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of every position."""
+        x: torch.Tensor = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for number in range(self.depth):
+            x = getattr(self, f"b{number}")(x)
+        logits: torch.Tensor = self.out(self.gauge(x))
+        return logits
+
+
 class PlainModel(nn.Module):
     """A language model that owes nothing to transformers: int64 [samples, seq] to logits [samples, seq, vocab]."""
 

@@ -91,7 +91,9 @@ def _named_input(kwargs: dict[str, Any]) -> set[int]:
     return {storage_key(first)} if isinstance(first, torch.Tensor) else set()
 
 
-def add_parameters(part: Part, model: nn.Module, prefix: str, *, outside: tuple[str, ...] = (), head: str = "") -> None:
+def add_parameters(
+    part: Part, model: nn.Module, prefix: str, *, outside: tuple[str, ...] = (), head: str = "", embedding: str = ""
+) -> None:
     """Parameters of the modules below `prefix` (not below `outside`) to the sublayers that own them; shared ones once."""
     for full, parameter in model.named_parameters():
         if not full.startswith(prefix) or any(full.startswith(f"{path}.") for path in outside):
@@ -99,7 +101,7 @@ def add_parameters(part: Part, model: nn.Module, prefix: str, *, outside: tuple[
         owner = full.rpartition(".")[0]
         module = model.get_submodule(owner)
         path = owner[len(prefix) :]
-        kind = kind_of(module)
+        kind: SublayerKind = "embedding" if embedding and owner == embedding else kind_of(module)
         role = role_of(full, parameter, kind, head=owner == head and bool(head))
         item = Parameter(name=full[len(prefix) :], shape=tuple(parameter.shape), role=role, trainable=parameter.requires_grad)
         for section in part.both(part.section(path, kind)):

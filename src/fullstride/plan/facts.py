@@ -176,14 +176,14 @@ def resharded(plan: Plan, part: Part, index: int = 0) -> bool:
     rules = plan.shard.reshard
     if plan.shard.stage != 3:
         return False
-    return rules.get(f"{part.path}.{part.first + index}", rules.get(part.group, True))
+    return rules.get(plan.model.block(part.path, part.first + index), rules.get(part.group, True))
 
 
 def num_resharded(plan: Plan, part: Part) -> int:
     """How many of a part's equal blocks are freed between forward and backward."""
     if plan.shard.stage != 3:
         return 0
-    if not any(name.startswith(f"{part.path}.") for name in plan.shard.reshard):
+    if plan.shard.reshard.keys() <= {"embedding", "blocks", "head"}:
         return part.count if resharded(plan, part) else 0
     return sum(resharded(plan, part, index) for index in range(part.count))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 from fullstride.cluster.cluster import Cluster
 from fullstride.model.spec import ModelSpec
 from fullstride.plan.limits import data_ranks, over
-from fullstride.plan.plan import Plan, Precision
+from fullstride.plan.plan import ModelRef, Plan, Precision
 
 Met: TypeAlias = Callable[[Plan, ModelSpec | None, Cluster | None], str]
 """The value that breaks the rule, as `key = value`; empty if nothing does."""
@@ -161,7 +162,7 @@ def reshard_stage_met(plan: Plan) -> str:
 def reshard_names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
     """A reshard rule for something that is no part of the model."""
     for name in plan.shard.reshard:
-        if name in MODULE_GROUPS:
+        if name in MODULE_GROUPS or name in _one_by_one(plan):
             continue
         path, _, index = name.rpartition(".")
         if not path or not index.isdigit():
@@ -169,6 +170,37 @@ def reshard_names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | Non
         blocks = [stack for stack in spec.stacks if stack.path == path] if spec else []
         if spec and not any(stack.first <= int(index) < stack.first + stack.count for stack in blocks):
             return f"shard.reshard names {name!r}, and {spec.name} has no such block"
+    return ""
+
+
+def _one_by_one(plan: Plan) -> tuple[str, ...]:
+    """The paths of blocks that are named one by one."""
+    return plan.model.blocks if isinstance(plan.model.blocks, tuple) else ()
+
+
+def names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> str:
+    """A name that is no path, a part inside another one (or twice the same), or names for a model that needs none."""
+    if not plan.model.named:
+        return ""
+    if spec and spec.family != "module":
+        entry, value = next(iter(plan.model.named.items()))
+        return f"model.{entry} = {list(value) if isinstance(value, tuple) else value!r} in {spec.name}, of the family {spec.family}"
+    return _clash(plan.model)
+
+
+@cache  # a search asks for each of its plans
+def _clash(model: ModelRef) -> str:
+    pairs = [
+        (f"model.{entry}", path)
+        for entry, value in model.named.items()
+        for path in ((value,) if isinstance(value, str) else value)
+    ]
+    for place, (entry, path) in enumerate(pairs):
+        if not all(path.split(".")):
+            return f"{entry} names {path!r}"
+        for other, its in pairs[:place]:
+            if f"{path}.".startswith(f"{its}.") or f"{its}.".startswith(f"{path}."):
+                return f"{entry} names {path!r}" + (" twice" if its == path and other == entry else f", {other} {its!r}")
     return ""
 
 

@@ -25,6 +25,25 @@ class ModelRef(Value, frozen=True, kw_only=True):
     """A preset, a `config.json`, a model directory (its weights are loaded), or `file.py:function` / `module:function`."""
     digest: str = ""
     """Digest of the ModelSpec the plan was made for; checked before a run, empty to skip."""
+    embedding: str = ""
+    """Path of the token embedding in a model of your own, where the one that is found is not meant; empty to look for it."""
+    blocks: str | tuple[str, ...] = ""
+    """Path of the list of blocks (`trunk.layers`), or the blocks' own paths in their order (`["b0", "b1"]`); empty to look."""
+    final_norm: str = ""
+    """Path of the norm between the last block and the head; empty to look for it."""
+    head: str = ""
+    """Path of the layer that makes logits; empty to look for it."""
+
+    @property
+    def named(self) -> dict[str, str | tuple[str, ...]]:
+        """The parts that are named, by entry."""
+        parts = {name: getattr(self, name) for name in ("embedding", "blocks", "final_norm", "head")}
+        return {name: value for name, value in parts.items() if value}
+
+    def block(self, path: str, number: int) -> str:
+        """Path of a block: its name where blocks are named one by one, else its place in the list at `path`."""
+        one_by_one = isinstance(self.blocks, tuple) and number < len(self.blocks)
+        return self.blocks[number] if one_by_one else f"{path}.{number}"
 
 
 class Workload(Value, frozen=True, kw_only=True):
@@ -315,9 +334,11 @@ class Plan(FileValue, frozen=True, kw_only=True, tag="plan"):
     def plan_hash(self) -> str:
         """Name of the way the work is done."""
         parts = ("layout", "shard", "pipeline", "batch", "recompute", "optimizer", "precision", "kernels", "loss", "compile")
-        return digest([getattr(self, part) for part in (*parts, "adapter", "overlap", "comm", "data", "threads")])
+        how = [getattr(self, part) for part in (*parts, "adapter", "overlap", "comm", "data", "threads")]
+        return digest([*how, *([self.model.named] if self.model.named else [])])
 
     @property
     def work_hash(self) -> str:
-        """Name of the work: model, workload and recipe, and the adapter where only it is trained."""
-        return digest([self.model, self.workload, self.recipe, *([self.adapter] if self.adapter.rank else [])])
+        """Name of the work: model, workload and recipe, and the adapter where only it is trained; not where parts are."""
+        model = {"source": self.model.source, "digest": self.model.digest}
+        return digest([model, self.workload, self.recipe, *([self.adapter] if self.adapter.rank else [])])

@@ -354,6 +354,12 @@ RULES: tuple[Rule, ...] = (
         "use documents = across",
         met.separate_met,
     ),
+    _rule(
+        "model.names",
+        "a part of a model of your own is named once, by its path; those of known families are known",
+        "correct the name, or leave it out",
+        met.names_met,
+    ),
     _rule("model.digest", "the plan was made for another model", "plan again, or leave model.digest empty", met.digest_met),
     _rule(
         "loss.chunked",

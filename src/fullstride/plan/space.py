@@ -46,7 +46,7 @@ def work_plan(
     ranks = cluster.num_devices if num_ranks is None else num_ranks
     machine = replace(cluster, coefficients=None) if cluster.coefficients else cluster  # a calibration is no machine
     made = MadeFor(cluster=machine.digest, device=cluster.device.kind, versions=dict(cluster.versions))
-    named = ModelRef(source=model.source, digest=model.digest or spec.digest)
+    named = replace(model, digest=model.digest or spec.digest)
     return Plan(model=named, workload=workload, recipe=recipe, made_for=made, adapter=adapter or Adapter()), ranks
 
 

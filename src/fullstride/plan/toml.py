@@ -34,6 +34,8 @@ PART_COMMENTS = {
     "data": "The input pipeline",
     "threads": "CPU threads of one rank",
 }
+NAMED_PARTS = ("embedding", "blocks", "final_norm", "head")
+"""Entries of `[model]` that stand in a file only where they say something."""
 FIELD_COMMENTS = {
     ("model", "digest"): "checked before a run; empty to skip",
     ("workload", "data"): "a file or folder of text, JSONL or Parquet; stdlib: this machine's Python library sources",
@@ -68,7 +70,7 @@ def plan_text(plan: Plan) -> str:
     for part, fields in raw.items():
         table = tomlkit.table()
         for name, value in sorted(fields.items(), key=lambda entry: isinstance(entry[1], dict)):  # sub-tables come last
-            if value == {}:
+            if value == {} or (part == "model" and name in NAMED_PARTS and value == ""):
                 continue
             table.add(name, tomlkit.item(value))
             if (part, name) in FIELD_COMMENTS and not isinstance(value, dict):

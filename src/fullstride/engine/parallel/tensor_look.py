@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -198,6 +199,12 @@ def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
             f"layout.tp = {tp}, {drawn}: tensor-parallel ranks would draw differently",
             fix="leave it out, or use layout.tp = 1",
         )
+    takes = "alibi" in inspect.signature(model.get_submodule(anatomy.blocks[0]).forward).parameters
+    if getattr(getattr(model, "config", None), "alibi", takes):
+        raise RuleBroken(
+            f"layout.tp = {tp}, {type(model).__name__} has alibi: the bias is made for all heads outside attention",
+            fix="use rotary positions (alibi = False) where the family has them, or layout.tp = 1",
+        )
     table: Any = model.get_submodule(anatomy.embedding)
     odd = next((name for name in ("scale_grad_by_freq", "sparse") if getattr(table, name, False)), "")
     if odd:
@@ -209,9 +216,10 @@ def refuse_uncut(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
         raise BadInput(
             f"layout.tp = {tp}: {type(model).__name__} has no nn.Linear that makes logits "
             f"(looked at {anatomy.head or 'get_output_embeddings and linear layers as wide as the vocabulary'})",
-            fix="use an nn.Linear for the logits, or layout.tp = 1",
+            fix="use an nn.Linear for the logits, name it in model.head, or use layout.tp = 1",
         )
-    inside = [path for path in (anatomy.block_list, anatomy.embedding, anatomy.head) if path]
+    ends = (anatomy.embedding, anatomy.head, anatomy.final_norm, *anatomy.late_norms)
+    inside = [path for path in (*anatomy.inside, *ends) if path]
     for path, module in model.named_modules():
         if any(f"{path}.".startswith(f"{part}.") for part in inside) or "norm" in type(module).__name__.lower():
             continue

@@ -60,7 +60,7 @@ def try_stream(model: nn.Module, anatomy: Anatomy, found: Mapping[str, list[Regi
     )
     if sequence:
         fix = "set layout.sequence_parallel = false, or use layout.tp = 1"
-        trial.compare(wanted, True, said + f"around {anatomy.block_list}", "ranks hold parts of the sequence", fix)
+        trial.compare(wanted, True, said + f"around {anatomy.stack}", "ranks hold parts of the sequence", fix)
 
 
 class _Stream:

@@ -138,11 +138,11 @@ class Cut:
         self.counts_tied = first
         keeps_table = first or (anatomy.tied and last)
         own = {path for chunk in self.chunks for path in chunk.blocks}
-        self._list = model.get_submodule(anatomy.block_list)
+        self._places = _Places(model, anatomy.blocks)
         self._slots = _slots(model, seen, dtype)
         self._views = [_view(model, anatomy, chunk, seen.form) for chunk in self.chunks]
-        rest = {path.rpartition(".")[2]: model.get_submodule(path) for path in anatomy.blocks if path in own}
-        _show(self._list, rest)
+        rest = {path: model.get_submodule(path) for path in anatomy.blocks if path in own}
+        self._places.show(rest)
         for slot in self._slots:
             slot.owned = (first if slot.before else last) or (keeps_table and slot.path == anatomy.embedding)
             slot.show(slot.owned)
@@ -187,13 +187,13 @@ class Cut:
         chunk, (modules, enters, _) = self.chunks[index], self._views[index]
         if enters is not None:
             enters.received = received
-        _show(self._list, modules)
+        self._places.show(modules)
         for slot in self._slots:
             slot.show(chunk.first if slot.before else chunk.last)
         try:
             yield
         finally:
-            _show(self._list, self._rest)
+            self._places.show(self._rest)
             for slot in self._slots:
                 slot.show(slot.owned)
             if enters is not None:
@@ -230,7 +230,7 @@ _View = tuple[dict[str, nn.Module], _Entry | None, _Exit | None]
 
 
 def _view(model: nn.Module, anatomy: Anatomy, chunk: Chunk, form: Form) -> _View:
-    """The list of blocks while a chunk runs."""
+    """The blocks while a chunk runs, by path."""
     begin = anatomy.blocks.index(chunk.blocks[0])
     end = begin + len(chunk.blocks)
     modules: dict[str, nn.Module] = {}
@@ -244,13 +244,26 @@ def _view(model: nn.Module, anatomy: Anatomy, chunk: Chunk, form: Form) -> _View
             block = leaves = _Exit(block, form)
         elif not begin <= place < end:
             block = _Foreign(block, form)
-        modules[path.rpartition(".")[2]] = block
+        modules[path] = block
     return modules, enters, leaves
 
 
-def _show(blocks: nn.Module, modules: dict[str, nn.Module]) -> None:
-    blocks._modules.clear()
-    blocks._modules.update(modules)
+class _Places:
+    """Where a model keeps its blocks: one list, or several modules that may hold others beside them."""
+
+    def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
+        parents = dict.fromkeys(path.rpartition(".")[0] for path in blocks)
+        self._parents = {path: (model.get_submodule(path), tuple(model.get_submodule(path)._modules)) for path in parents}
+        self._blocks = frozenset(blocks)
+
+    def show(self, modules: dict[str, nn.Module]) -> None:
+        """Let the model hold these blocks, by path, and no others; what stands beside them stays, and so does the order."""
+        for parent, (holder, names) in self._parents.items():
+            paths = {name: f"{parent}.{name}" if parent else name for name in names}
+            kept = {name: holder._modules[name] for name in names if paths[name] not in self._blocks}
+            shown = {name: modules[path] for name, path in paths.items() if path in modules}
+            holder._modules.clear()
+            holder._modules.update({name: {**kept, **shown}[name] for name in names if name in kept or name in shown})
 
 
 def _ends(num_blocks: int, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:

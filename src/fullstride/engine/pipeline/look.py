@@ -55,11 +55,10 @@ class _Watch:
         self.order: list[str] = []
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
         self.widths: dict[str, int] = {}
-        inside = f"{anatomy.block_list}."
         for path, module in twin.named_modules():
             if path in anatomy.blocks:
                 module.register_forward_hook(self._block(path), with_kwargs=True)
-            elif path and not f"{path}.".startswith(inside) and any(True for _ in module.parameters(recurse=False)):
+            elif path and not anatomy.holds(path) and any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_hook(self._outside(path))
 
     def _block(self, path: str) -> Any:
@@ -137,16 +136,15 @@ def _chain(watch: _Watch, anatomy: Anatomy) -> Form:
         forms.add(Form(keyword=keyword, outputs=len(output) if isinstance(output, tuple) else 0, width=int(hidden.shape[-1])))
         before = state
     if len(forms) != 1:
-        raise BadInput(f"the blocks of {anatomy.block_list} are not called alike", fix=_FIX)
+        raise BadInput(f"the blocks {anatomy.stack} are not called alike", fix=_FIX)
     return forms.pop()
 
 
 def _all_called(twin: nn.Module, anatomy: Anatomy, called: set[str]) -> None:
     """Every parameter outside the blocks belongs to a module that was called, under one of its names."""
-    inside = f"{anatomy.block_list}."
     names: dict[int, list[str]] = {}
     for path, module in twin.named_modules():
-        if not f"{path}.".startswith(inside):
+        if not anatomy.holds(path):
             for name, param in module.named_parameters(recurse=False):
                 names.setdefault(id(param), []).append(f"{path}.{name}" if path else name)
     for where in names.values():
