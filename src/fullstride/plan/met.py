@@ -184,7 +184,8 @@ def names_met(plan: Plan, spec: ModelSpec | None, cluster: Cluster | None) -> st
         return ""
     if spec and spec.family != "module":
         entry, value = next(iter(plan.model.named.items()))
-        return f"model.{entry} = {list(value) if isinstance(value, tuple) else value!r} in {spec.name}, of the family {spec.family}"
+        said = list(value) if isinstance(value, tuple) else value
+        return f"model.{entry} = {said!r} in {spec.name}, of the family {spec.family}"
     return _clash(plan.model)
 
 
