@@ -67,6 +67,21 @@ def test_attribution_reads_the_slowest_ranks_trace(tmp_path):
     assert attribution_of(run_dir, "other", 1) == ()
 
 
+def test_attribution_of_a_pipeline_is_that_of_the_rank_that_computes_most(tmp_path):
+    run_dir = RunDir(root=str(tmp_path))
+    for rank, (end, computed) in enumerate([(100, 60), (101, 20), (100, 90)]):
+        write_steps(run_dir, rank, "p", [end])
+        span = Span(time_ns=computed, step=0, phase="backward", start_ns=0, end_ns=computed, clock="device")
+        run_dir.trace(rank).parent.mkdir(exist_ok=True)
+        run_dir.trace(rank).write_bytes(gzip.compress(msgspec.json.encode(span) + b"\n"))
+    assert attribution_of(run_dir, "p", 3)[0].seconds == 2e-8, "the slowest"
+    assert attribution_of(run_dir, "p", 3, pipeline=(0, 1))[0].seconds == 6e-8
+    assert attribution_of(run_dir, "p", 3, pipeline=(0, 1, 2))[0].seconds == 9e-8
+    run_dir.trace(2).unlink()
+    assert attribution_of(run_dir, "p", 3, pipeline=(0, 1, 2))[0].seconds == 6e-8
+    assert attribution_of(run_dir, "p", 3, pipeline=(7,))[0].seconds == 2e-8, "a rank that wrote nothing is none"
+
+
 def some_rounds(label, times, first=0):
     return [Round(index=first + 2 * i, label=label, step_seconds=(t,) * 3) for i, t in enumerate(times)]
 

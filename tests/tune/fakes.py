@@ -63,7 +63,8 @@ def fake_price(seconds=seconds_by_parts, memory=bytes_by_parts):
 class FakeSession:
     """Carries out orders on made-up numbers.
 
-    `fails` maps a plan to a Failure for its build or run (or None); `loss` may bend the loss of a plan.
+    `fails` maps a plan to a Failure for its build or run (or None); `loss` may bend the loss of a plan; `computes` is the share
+    of a step that a rank of it computes.
     """
 
     def __init__(
@@ -81,12 +82,13 @@ class FakeSession:
         stop_after=None,
         recompiles=lambda order: 0,
         host_bytes=1,
+        computes=lambda plan, rank: 0.9,
     ):
         self.run_dir, self.clock, self.seconds, self.memory = run_dir, clock, seconds, memory
         self.fails, self.loss, self.noise, self.build_seconds = fails, loss, noise, build_seconds
         self.random, self.plan, self.step, self.number = random.Random(seed), None, 0, 0
         self.builds, self.stop_after, self.aside = [], stop_after, {}
-        self.recompiles, self.limits, self.host_bytes = recompiles, [], host_bytes
+        self.recompiles, self.limits, self.host_bytes, self.computes = recompiles, [], host_bytes, computes
 
     def _reply(self, seconds, failure=None):
         self.number += 1
@@ -180,7 +182,7 @@ class FakeSession:
     def _trace(self, rank, began, seconds):
         path = self.run_dir.trace(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        start, end = int(began * 1e9), int((began + 0.9 * seconds) * 1e9)
+        start, end = int(began * 1e9), int((began + self.computes(self.plan, rank) * seconds) * 1e9)
         middle = (start + end) // 2
         spans = [
             Span(time_ns=middle, step=0, phase="forward", start_ns=start, end_ns=middle, clock="device"),

@@ -431,12 +431,16 @@ def test_a_pipeline_gets_the_schedule_that_shortens_its_bubble(bench):
                  for k, t in (("compute", work), ("bubble", bubble))]  # fmt: skip
         return replace(found, terms=tuple(terms))
 
-    ladder = bench.tune(plan=fake_plan(**PIPED), price=price, seconds=piped_seconds, minutes=20)
+    computes = {"computes": lambda plan, rank: 0.7 if rank else 0.4}
+    ladder = bench.tune(plan=fake_plan(**PIPED), price=price, seconds=piped_seconds, minutes=20, **computes)
     trial = by_lever(ladder)["schedule"]
     assert (trial.outcome, trial.change) == ("kept", "schedule 1f1b -> zb-h1")
     assert ladder.best_plan.pipeline == Pipeline(schedule="zb-h1")
     assert ladder.final.verdict == "better"
     assert {trial.lever for trial in ladder.trials} == {lever.name for lever in LEVERS}
+    shares = {share.name: share.seconds for share in ladder.baseline.shares}
+    computed = (shares["forward"] + shares["backward"]) / sum(shares.values())
+    assert computed == pytest.approx(0.7, abs=0.01), "the busiest rank is shown"
     assert "blocks do not lie by their cost" in by_lever(ladder)["balance"].reason
     assert by_lever(ladder)["zero"].reason == "needs several data-parallel ranks"
 

@@ -198,5 +198,5 @@ def test_a_pipeline_says_where_its_waiting_is_counted():
     layout = msgspec.structs.replace(ladder.baseline_plan.layout, pp=2)
     piped = msgspec.structs.replace(ladder.baseline_plan, layout=layout)
     told = [msgspec.structs.replace(ladder, baseline_plan=plan) for plan in (piped, ladder.baseline_plan)]
-    said = "one of 2 pipeline ranks; what it waits for the others is in exposed communication"
+    said = "the busiest of 2 pipeline ranks; what it waits for the others is in exposed communication"
     assert [said in html_of(page(each)) for each in told] == [True, False]

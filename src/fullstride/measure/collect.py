@@ -102,8 +102,10 @@ def read_trace(path: Path) -> list[Span]:
     return spans
 
 
-def attribution_of(run_dir: RunDir, label: str, num_ranks: int) -> tuple[Share, ...]:
+def attribution_of(run_dir: RunDir, label: str, num_ranks: int, *, pipeline: Sequence[int] = ()) -> tuple[Share, ...]:
     """Shares of the profiled order named `label`, on the rank whose steps took longest; empty if nothing was profiled.
+
+    Ranks of a pipeline take equally long and compute unequally: given them, it is the one that computes most.
 
     Raises:
         BadInput: an event file is damaged.
@@ -112,8 +114,13 @@ def attribution_of(run_dir: RunDir, label: str, num_ranks: int) -> tuple[Share, 
     if not events.steps:
         return ()
     slowest = max(events.steps, key=lambda rank: sum(_durations(events.steps[rank])))
-    path = run_dir.trace(slowest)
-    return attribute(read_trace(path), events.steps[slowest]) if path.exists() else ()
+    ranks = [rank for rank in pipeline if rank in events.steps] or [slowest]
+    found = [attribute(read_trace(run_dir.trace(rank)), events.steps[rank]) for rank in ranks if run_dir.trace(rank).exists()]
+    return max(found, key=_computed_seconds, default=())
+
+
+def _computed_seconds(shares: tuple[Share, ...]) -> float:
+    return sum(share.seconds for share in shares if share.name in ("forward", "backward"))
 
 
 def read_versions(run_dir: RunDir) -> dict[str, str]:

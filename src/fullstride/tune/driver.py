@@ -27,6 +27,7 @@ from fullstride.measure.collect import (
 )
 from fullstride.measure.compare import compare_rounds
 from fullstride.measure.measurement import Comparison, Form, Measurement, MemoryUse, Round, Share, Verdict
+from fullstride.measure.pipeline import pipeline_ranks
 from fullstride.measure.protocol import CHECKED_STEPS, Protocol, Settings, Solo, Stop, Visit, is_steady, not_finite, strays
 from fullstride.measure.stats import Clock, trimmed_mean
 from fullstride.model.spec import ModelSpec
@@ -158,7 +159,9 @@ class Driver:
         if reply.failure or not reply.ok:
             return self._failed(_failure_of(reply))
         record.profiled = True
-        record.shares = attribution_of(self.run_dir, label, record.plan.layout.world_size)
+        layout = record.plan.layout
+        stages = pipeline_ranks(record.plan) if layout.pp > 1 else ()
+        record.shares = attribution_of(self.run_dir, label, layout.world_size, pipeline=stages)
         return None
 
     def measurement(self, record: Record, form: Form = "short", rounds: Sequence[Round] | None = None) -> Measurement:

@@ -303,7 +303,9 @@ def _waits(pp: int) -> Text | None:
     """What the shares of a pipeline do not say by themselves."""
     if pp == 1:
         return None
-    text = f"The shares are those of one of {pp} pipeline ranks; what it waits for the others is in exposed communication."
+    text = (
+        f"The shares are those of the busiest of {pp} pipeline ranks; what it waits for the others is in exposed communication."
+    )
     return Text(text=text, tone="quiet")
 
 
