@@ -74,6 +74,7 @@ CASES = {
     "size.threads": ({"threads": Threads(compute=-1)}, {"threads": Threads(compute=1)}, "threads.compute = -1"),
     "size.ctas": ({"comm": Comm(ctas=65)}, {"comm": Comm(ctas=64)}, "comm.ctas = 65"),
     "size.timeout": ({"comm": Comm(timeout_seconds=0.0)}, {"comm": Comm(timeout_seconds=1.0)}, "timeout_seconds = 0"),
+    "size.finite": (recipe(eps=float("nan")), recipe(eps=1e-8), "recipe.eps = nan"),
     "size.learning_rate": (recipe(learning_rate=0.0), recipe(learning_rate=1e-9), "learning_rate = 0"),
     "size.betas": (recipe(beta2=1.0), recipe(beta2=0.0), "recipe.beta2 = 1.0"),
     "size.eps": (recipe(eps=0.0), recipe(eps=1e-12), "recipe.eps = 0"),

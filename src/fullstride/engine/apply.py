@@ -75,7 +75,7 @@ def apply_plan(model: nn.Module, plan: Plan, device: torch.device) -> Applied:
         RuleBroken: this model and this Plan do not go together.
         EnvironmentFault: nothing can be compiled here.
     """
-    anatomy, mesh = find(model, plan.model), Mesh(plan.layout, device, plan.comm.ctas)
+    anatomy, mesh = find(model, plan.model), Mesh(plan.layout, device, plan.comm)
     wanted = Wanted.by(model, anatomy)
     _refuse(model, anatomy, plan, device)
     adapters = attach(model, anatomy, plan)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullstride.errors import BadInput, EnvironmentFault
-from fullstride.plan.plan import Axis, Layout, Plan
+from fullstride.plan.plan import Axis, Comm, Layout, Plan
 
-_made: dict[tuple[int, tuple[tuple[int, ...], ...], int], dist.ProcessGroup] = {}
-"""Groups by the world they belong to, the ranks they are cut into and their limit of CTAs: a worker that builds plan after plan
-makes each once."""
+_made: dict[tuple[int, tuple[tuple[int, ...], ...], int, datetime.timedelta], dist.ProcessGroup] = {}
+"""Groups by the world they belong to, the ranks they are cut into, their limit of CTAs and how long they wait: a worker that
+builds plan after plan makes each once."""
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -50,11 +50,12 @@ def join(plan: Plan, device: torch.device) -> int:
     return ranks
 
 
-def _few_ctas(count: int) -> dict[str, Any]:
+def _few_ctas(count: int, timeout: datetime.timedelta) -> dict[str, Any]:
     """Arguments for groups whose collectives leave multiprocessors to computation."""
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options.config.min_ctas = options.config.max_ctas = count
+    options._timeout = timeout  # no public way; torch warns where it differs from the argument
     return {"backend": "nccl", "pg_options": options}
 
 
@@ -64,15 +65,16 @@ class Mesh:
     All ranks must ask for the same groups in the same order: making one is collective.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, ctas: int = 0) -> None:
+    def __init__(self, layout: Layout, device: torch.device, comm: Comm = Comm()) -> None:  # noqa: B008 (frozen)
         """Number the ranks: the last axis of the layout's order has neighbours.
 
         Args:
             layout: the axes.
             device: of this rank.
-            ctas: most blocks of threads that a collective between data-parallel ranks runs on, on a GPU; 0: NCCL decides.
+            comm: how long its groups wait, and for data-parallel ranks on GPUs their `ctas`.
         """
-        self.layout, self._ctas = layout, ctas if device.type == "cuda" else 0
+        self.layout, self._ctas = layout, comm.ctas if device.type == "cuda" else 0
+        self._timeout = datetime.timedelta(seconds=comm.timeout_seconds)
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if layout.world_size > 1 and not dist.is_initialized():
@@ -111,9 +113,9 @@ class Mesh:
             return None
         if len(cut) == 1 and cut[0] == tuple(range(self.layout.world_size)) and not ctas:
             return dist.group.WORLD
-        key = (id(dist.group.WORLD), cut, ctas)
+        key = (id(dist.group.WORLD), cut, ctas, self._timeout)
         if key not in _made:
-            options = _few_ctas(ctas) if ctas else {}
+            options = {"timeout": self._timeout, **(_few_ctas(ctas, self._timeout) if ctas else {})}
             made, _ = dist.new_subgroups_by_enumeration([list(m) for m in cut], **options)  # type: ignore[no-untyped-call]
             assert made is not None
             _made[key] = made

@@ -6,6 +6,7 @@ cluster return an empty text when those are not given.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,7 @@ Met: TypeAlias = Callable[[Plan, ModelSpec | None, Cluster | None], str]
 """The value that breaks the rule, as `key = value`; empty if nothing does."""
 
 MODULE_GROUPS = ("embedding", "blocks", "head")
+LONGEST_WAIT_SECONDS = 7 * 86400.0
 ALTERED_LOGITS = ("gemma2", "gemma2_text")
 """Families that change logits after the head (soft capping), so that head and loss cannot be joined."""
 ENV_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "CUBLAS_", "PYTORCH_", "UCX_")
@@ -115,6 +117,23 @@ def samples_met(plan: Plan) -> str:
     if wanted // ranks % batch.micro_batch:
         return f"{told}, {over(wanted, ranks)} a rank, and {over(wanted // ranks, batch.micro_batch)} is not whole"
     return f"{told}, {over(wanted, ranks)} a rank, accumulation would be {wanted // ranks // batch.micro_batch}"
+
+
+def finite_met(plan: Plan) -> str:
+    """The first entry that is no finite number."""
+    for part in plan.__struct_fields__:
+        holder = getattr(plan, part)
+        for name in getattr(holder, "__struct_fields__", ()):
+            value = getattr(holder, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                return f"{part}.{name} = {value}"
+    return ""
+
+
+def timeout_met(plan: Plan) -> str:
+    """A wait of no length that a clock can measure."""
+    seconds = plan.comm.timeout_seconds
+    return "" if 0 < seconds <= LONGEST_WAIT_SECONDS else f"comm.timeout_seconds = {seconds}"
 
 
 def carrier_none_met(plan: Plan) -> str:

@@ -96,7 +96,8 @@ RULES: tuple[Rule, ...] = (
     _rule("size.workers", "workers are counted from 0", "use 0 for none", below(0, "data.workers")),
     _rule("size.threads", "threads are counted from 0", "use 0 for torchrun's default", below(0, "threads.compute")),
     _rule("size.ctas", "a collective runs on a number of CTAs from 1 to 64", "use 0, and NCCL decides", when(met.ctas_met)),
-    _rule("size.timeout", "a wait has a positive length", "use 600", below(1e-9, "comm.timeout_seconds")),
+    _rule("size.timeout", "a wait is longer than nothing and at most a week", "use 600", when(met.timeout_met)),
+    _rule("size.finite", "numbers are finite", "give a number", when(met.finite_met)),
     _rule(
         "size.learning_rate", "the learning rate is positive", "use a value such as 3e-4", below(1e-300, "recipe.learning_rate")
     ),
