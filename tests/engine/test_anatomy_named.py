@@ -142,6 +142,34 @@ def test_lists_inside_blocks_that_are_attributes_are_no_list_of_blocks():
     assert find(model, named(**ALL)).blocks == BLOCKS
 
 
+def test_lists_in_modules_alike_beside_the_blocks_are_none():
+    model = PlainModel(modular=True)
+    for side in ("left", "right"):
+        model.add_module(side, nn.Module())
+        model.get_submodule(side).net = nn.Sequential(nn.Linear(32, 2), nn.Linear(2, 1))
+    assert find(model).block_list == "stack"
+
+
+class Backwards(PlainModel):
+    """Blocks run from the last to the first."""
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in reversed(self.stack):
+            x = block(x)
+        return self.to_vocab(self.last_norm(x))
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_blocks_that_run_in_another_order_are_refused_unless_they_are_named_so(sequence):
+    model, plan = Backwards(modular=True), make_case("modular", tp=2, sequence_parallel=sequence).plan
+    words = r"Backwards runs stack\.2, stack\.1, stack\.0 in this order, and its blocks are stack\.0, stack\.1, stack\.2"
+    with pytest.raises(BadInput, match=words) as caught:
+        look(model, find(model), plan)
+    assert "name them so in model.blocks" in caught.value.fix
+    assert look(model, find(model, named(blocks=("stack.2", "stack.1", "stack.0"))), plan)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_head_of_several_layers_is_no_list_of_blocks(depth):
     anatomy = find(Wide(depth))

@@ -131,15 +131,16 @@ def _find_blocks(model: nn.Module) -> str:
         if path and not inside and isinstance(module, LISTS) and all(_has_parameters(m) for m in children):
             sizes[path] = (all(map(_is_compound, children)), len(children) > 1, sum(p.numel() for p in module.parameters()))
     sizes = {path: size for path, size in sizes.items() if size[2]}
-    inner = _repeated(model, list(sizes))
-    if not sizes or inner:
+    best = max(sizes, key=lambda path: sizes[path], default="")
+    inner = _repeated(model, best, set(sizes))
+    if not best or inner:
         seen = ", ".join(inner or [f"{n} ({type(m).__name__})" for n, m in list(model.named_modules())[1:9]])
         what = "these modules are alike, and in no list" if inner else "no ModuleList, Sequential or ModuleDict of blocks among"
         raise BadInput(
             f"{type(model).__name__}: {what}{':' if inner else ''} {seen or 'no modules'}",
             fix='keep the repeated blocks in an nn.ModuleList, or name them in order, such as model.blocks = ["b0", "b1"]',
         )
-    return max(sizes, key=lambda path: sizes[path])
+    return best
 
 
 def _is_compound(module: nn.Module) -> bool:
@@ -147,16 +148,15 @@ def _is_compound(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.") or any(True for _ in module.children())
 
 
-def _repeated(model: nn.Module, lists: list[str]) -> list[str]:
-    """Modules of one class and one parent that each hold the largest list's like: blocks that are attributes, it seems."""
-    for path in lists:
-        words = path.split(".")
-        for place in range(len(words) - 1):
-            parent, own = ".".join(words[:place]), model.get_submodule(".".join(words[: place + 1]))
-            like = [name for name, m in model.get_submodule(parent).named_children() if type(m) is type(own)]
-            ends = (".".join((*words[:place], name, *words[place + 1 :])) for name in like)
-            if len(like) > 1 and all(end in lists for end in ends):
-                return [f"{parent}.{name}".lstrip(".") for name in like]
+def _repeated(model: nn.Module, best: str, lists: set[str]) -> list[str]:
+    """Modules of one class and one parent that each hold a list such as the best: blocks that are attributes, it seems."""
+    words = best.split(".")
+    for place in range(len(words) - 1):
+        parent, own = ".".join(words[:place]), model.get_submodule(".".join(words[: place + 1]))
+        like = [name for name, m in model.get_submodule(parent).named_children() if type(m) is type(own)]
+        ends = {".".join((*words[:place], name, *words[place + 1 :])) for name in like}
+        if len(like) > 1 and ends <= lists:
+            return [f"{parent}.{name}".lstrip(".") for name in like]
     return []
 
 

@@ -36,9 +36,17 @@ def try_stream(model: nn.Module, anatomy: Anatomy, found: Mapping[str, list[Regi
         sequence: ranks hold their part of the sequence between regions.
 
     Raises:
-        BadInput: it makes other numbers, or does not run.
+        BadInput: it makes other numbers, does not run, or runs its blocks in another order.
     """
-    trial = _Stream(model, anatomy, watch(model, anatomy, found, 2 * tp).made, tp)
+    seen = watch(model, anatomy, found, 2 * tp)
+    order = tuple(seen.calls)  # as far as it ran
+    if order != anatomy.blocks[: len(order)]:
+        raise BadInput(
+            f"layout.tp = {tp}: {type(model).__name__} runs {', '.join(order[:4])} in this order, and its blocks are "
+            f"{', '.join(anatomy.blocks[:4])}: at the first one and behind the last one the sequence is cut and joined",
+            fix="keep the blocks in the order in which they run, or name them so in model.blocks; or use layout.tp = 1",
+        )
+    trial = _Stream(model, anatomy, seen.made, tp)
     last, whole, times = anatomy.final_norm or anatomy.blocks[-1], trial.copy(), list[int]()
     whole.get_submodule(last).register_forward_hook(lambda *_: times.append(1))
     try:
