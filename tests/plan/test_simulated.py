@@ -70,6 +70,13 @@ def test_terms_sum_to_the_step_and_waiting_to_what_is_simulated(plan):
     assert simulated.plan_hash == plan.plan_hash
 
 
+def test_a_busiest_rank_that_never_waits_has_a_bubble_of_nothing():
+    closed, simulated = both(piped(layers_per_stage=(7, 1)))
+    (bubble,) = (term for term in simulated.terms if term.kind == "bubble")
+    assert bubble.seconds == bubble.exposed_seconds == 0.0
+    assert exposed(closed, "pipeline bubble") > 0, "the closed form fills and drains all the same"
+
+
 def test_what_cannot_be_simulated_has_the_closed_form():
     long = piped(many=MOST_PASSES)
     assert num_passes(long) > MOST_PASSES

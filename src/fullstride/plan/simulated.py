@@ -49,7 +49,8 @@ def _with_idle(estimate: Estimate, idle: float, source: str) -> Estimate:
         confidence="modelled",
     )
     others = (replace(term, exposed_seconds=waited) if term is sent else term for term in estimate.terms)
-    terms = tuple(term for term in (*others, bubble) if term.seconds > 0 and (term is bubble or term.name != _BUBBLE))
+    # A bubble of nothing stays, too: it says that this is a pipeline.
+    terms = (*(term for term in others if term.name != _BUBBLE), bubble)
     seconds = sum(term.exposed_seconds for term in terms)
     faster = estimate.step_seconds / seconds
     return replace(
