@@ -125,6 +125,10 @@ def test_a_baseline_that_cannot_be_measured_is_a_failed_run(loop, capfd):
 def test_a_dry_run_tunes_nothing(loop, capfd):
     assert cli.main(["tune", "-o", "out", "--dry-run", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kind"] == "plan"
+    assert cli.main(["tune", "-o", "out", "--dry-run", "--minutes", "4.5"]) == 0
+    told = capfd.readouterr()
+    assert "for 4.5 minutes" in told.err
+    assert "[workload]" in told.out, "the plan that it would start from is shown"
     assert not loop.asked and not Path("out").exists()
 
 

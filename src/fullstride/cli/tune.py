@@ -14,7 +14,8 @@ from fullstride.cli.report import ladder_page
 from fullstride.cli.tuning import DEFAULT_MODEL, Task, best_path, carry_out, new_task, resumed_task, task_of_plan
 from fullstride.errors import RunFailed, UsageError
 from fullstride.plan.plan import Plan
-from fullstride.report.document import AnyBlock, Chart, Document, Heading, Tone
+from fullstride.plan.toml import plan_text
+from fullstride.report.document import AnyBlock, Chart, Code, Document, Heading, Tone
 from fullstride.report.progress import ProgressView
 from fullstride.tune.loop import MAX_RUNGS
 from fullstride.tune.progress import TunePhase, TuneProgress
@@ -49,10 +50,10 @@ class Tune:
         """Tune, then show what came of it."""
         task = _task(args, out)
         if args.dry_run:
-            out.note(
-                f"would tune {task.spec.name} in {task.directory} for {task.budget_seconds / 60:.0f} minutes, starting from:"
-            )
-            out.show(None, task.baseline)
+            time = f"{task.budget_seconds / 60:g} minutes"
+            out.note(f"would tune {task.spec.name} in {task.directory} for {time}, starting from this plan")
+            plan = Code(text=plan_text(task.baseline), title="the baseline", language="toml")
+            out.show(Document(title=f"{task.spec.name}: where tuning would start", blocks=(plan,)), task.baseline)
             return 0
         ladder = _watched(task, out)
         if ladder.baseline is None:
