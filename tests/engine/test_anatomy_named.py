@@ -227,7 +227,7 @@ def cases(ranks):
         make_case("modular", loose=True, tp=2, tied=True, sequence_parallel=False),
         make_case("modular", loose=True, ranks=2, stage=3, recompute=full, loss=chunked),
         make_case("modular", loose=True, ranks=2, stage=3, carrier="flat", tied=True, reshard={"b1": False}),
-        make_case("modular", loose=True, ranks=2, stage=0, recompute=Recompute(mode="norm_activation"), compiled=compiles),
+        make_case("modular", loose=True, ranks=2, stage=0, recompute=full, compiled=compiles, dtype="fp32"),
         make_case("modular", loose=True, pp=2, accumulation=2),
         make_case("modular", loose=True, pp=2, accumulation=2, schedule="zb-v", chunks=2, layers=4, tied=True),
     )
