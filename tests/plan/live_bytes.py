@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.plan.plan_values import gpus
+from tests.plan.plan_values import cpus
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -100,7 +100,7 @@ def between_steps(rows):
 
 
 def peaks(config, plan):
-    """Bytes at the peak of the second step, and of states after it: measured, and predicted for a GPU."""
+    """Bytes at the peak of the second step, and of states after it: measured, and predicted."""
     spec = load_spec(str(config))
     run = prepare(build_model(str(config)), plan)
     live = LiveBytes()
@@ -114,7 +114,7 @@ def peaks(config, plan):
         live.peak = 0
         with live:
             run.step({"input_ids": ids, "labels": ids.clone()})
-    rows, states = ledger(plan, spec, gpus()), held(run)
+    rows, states = ledger(plan, spec, cpus()), held(run)
     run.close()
     return live.peak, peak_of(moments_of(rows, inside=True)).bytes, states, between_steps(rows)
 
