@@ -7,12 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from tests.engine.tensor_counts import OTHERS, cases
 
 from fullstride.engine.parity_draws import _spec
 from fullstride.plan.cost.exchanges import bytes_a_step
 
 ROOT = Path(__file__).parents[2]
+OLDER = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+"""Its compiler keeps what a collective gave where a whole block is made again."""
 LETTERS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 BLOCKS = 2
 
@@ -124,4 +127,7 @@ def test_compiled_blocks_are_whole_and_move_what_eager_ones_move():
     assert len(found) == 12
     for name, (eager, compiled, breaks) in found.items():
         assert breaks == {}, name
-        assert compiled == eager, name
+        if OLDER and " full " in name:
+            assert all(compiled[kind] <= count for kind, count in eager.items()), name
+        else:
+            assert compiled == eager, name
