@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fullstride.engine.parity_models import FAMILIES
 from fullstride.engine.pipeline import exchange
+from fullstride.plan.plan import Precision
+
+CONFIG = {**FAMILIES["llama"], "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 8191}
+CONFIG |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 2048, "initializer_range": 0.02}
+CAST = Precision(cast="weights", embedding="bf16", block="bf16", head="bf16")
 
 
 def _done(result):

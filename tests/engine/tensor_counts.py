@@ -17,7 +17,6 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch.profiler import ProfilerActivity, profile
 
-from fullstride.engine import compiling
 from fullstride.engine.parallel import collectives
 from fullstride.engine.parity import batches
 from fullstride.engine.parity_cases import make_case, model_of
@@ -114,7 +113,7 @@ def compiled(case):
         run.step(whole)
     run.close()
     names = [event.name.removeprefix("_c10d_functional::") for event in seen.events() if event.name.startswith("_c10d_f")]
-    return Counter(KINDS[name] for name in names if name in KINDS), compiling.graph_breaks()
+    return Counter(KINDS[name] for name in names if name in KINDS), dict(torch._dynamo.utils.counters["graph_break"])
 
 
 def beside_eager():

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.engine import one_gpu
+from tests.engine.one_gpu import CAST, CONFIG
 
 from fullstride.engine.build import from_config
-from fullstride.engine.parity_models import FAMILIES
 from fullstride.engine.run import prepare
 from fullstride.plan.plan import (
     Adapter,
@@ -21,7 +21,6 @@ from fullstride.plan.plan import (
     Overlap,
     Pipeline,
     Plan,
-    Precision,
     Recipe,
     Recompute,
     Shard,
@@ -29,9 +28,6 @@ from fullstride.plan.plan import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-CONFIG = {**FAMILIES["llama"], "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 8191}
-CONFIG |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 2048, "initializer_range": 0.02}
-CAST = Precision(cast="weights", embedding="bf16", block="bf16", head="bf16")
 SAMPLES, LENGTH, RANKS = 4, 1024, 2
 COMPILED, CHUNKS = Compile(mode="block"), Loss(kind="chunked", chunk_tokens=1000)
 PART, FULL = Recompute(mode="norm_activation"), Recompute(mode="full")

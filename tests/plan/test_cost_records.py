@@ -1,8 +1,4 @@
-"""Our own measurements on H200, priced from the catalogue alone: no table that was measured there, no calibration.
-
-Those of ladders stepped by torch's fused AdamW, which takes 1.7 times as long as the kernel that is priced (56 ms beside 30 and
-14 of copies beside none, 4.5e9 parameters). So the plan ranked first there may be a little more than a twentieth behind.
-"""
+"""Our own measurements on H200, priced from the catalogue alone: no table that was measured there, no calibration."""
 
 import json
 from pathlib import Path
@@ -12,6 +8,8 @@ import pytest
 from fullstride.cluster.catalogue import assumed_cluster
 from fullstride.files import convert
 from fullstride.model.source import load_spec
+from fullstride.plan.cost import comm, compute
+from fullstride.plan.ledger import flat, states
 from fullstride.plan.plan import Plan
 from fullstride.plan.price import price
 from fullstride.tune.trial import Ladder
@@ -31,20 +29,29 @@ def runs(path):
         yield estimate.step_seconds / samples, measured.step_seconds.value / samples, full
 
 
+@pytest.fixture
+def torchs_adamw(monkeypatch):
+    """The ladders were stepped by torch's kernel, beside which gradients are widened and weights copied."""
+    for room in (compute, comm, states, flat):
+        monkeypatch.setattr(room, "steps_in_one_pass", lambda plan, cluster: False)
+
+
 def test_there_are_records():
     assert len(RECORDS) >= 3
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("torchs_adamw")
 def test_every_measured_step_is_predicted_within_a_tenth_and_on_a_full_device_within_a_seventh(path):
     for said, measured, full in runs(path):
         assert said == pytest.approx(measured, rel=1 / 7 if full else 0.10)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_the_plan_ranked_first_is_close_to_the_best(path):
+@pytest.mark.usefixtures("torchs_adamw")
+def test_the_plan_ranked_first_is_within_a_twentieth_of_the_best(path):
     found = [(said, measured) for said, measured, _ in runs(path)]
-    assert min(found)[1] <= 1.06 * min(seconds for _, seconds in found)
+    assert min(found)[1] <= 1.05 * min(seconds for _, seconds in found)
 
 
 def test_a_device_that_was_full_is_among_them():

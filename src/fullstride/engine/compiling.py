@@ -51,13 +51,6 @@ def compile_blocks(model: nn.Module, anatomy: Anatomy) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def graph_breaks() -> dict[str, int]:
-    """Why compiled code fell into pieces so far in this process, and how often; empty if every block is one graph."""
-    from torch._dynamo.utils import counters
-
-    return dict(counters["graph_break"])
-
-
 def recompile_count() -> int:
     """Graphs compiled so far in this process; a steady run does not raise it."""
     # Dynamo's counters have no public door; this is the one place that reads them.
